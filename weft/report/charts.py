@@ -1,9 +1,9 @@
-"""Charts as plain Plotly figures (JSON data): bars of times, and timelines of spans.
+"""This module returns charts as Plotly figures (JSON data): bars of times, and timelines of spans.
 
-Measured and predicted spans go through the same `timeline`. A figure is {"data", "layout", "all"}; "all" is what to change
-to show every rank, or null. Colours of text and grid are left to the page, which knows whether it is light or dark.
+Measured and predicted spans use the same `timeline`. A figure is {"data", "layout", "all"}. "all" has the changes of the layout
+that show every rank, or is null. The page sets the colours of text and grid, because it knows whether it is light or dark.
 
-Every string is escaped, since Plotly reads a subset of HTML in labels.
+Every string is escaped, because Plotly reads a subset of HTML in labels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weft.report.words import ms
 
 Figure = dict[str, Any]
 
-# Okabe and Ito's set, which people with colour blindness can distinguish; lightness differs on white and on black.
+# Okabe and Ito's colours, which people with colour blindness can distinguish. They differ in lightness on white and on black.
 KIND_COLOURS: dict[str, str] = {
     "gemm": "#0072b2",
     "lookup": "#56b4e9",
@@ -38,7 +38,7 @@ TOP_PX, NAME_PX, BOTTOM_PX = 12, 16, 44
 
 
 def bars(layers: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure:
-    """Times in microseconds, drawn in ms and grouped by layer; series are named as in BAR_COLOURS."""
+    """Return bars of times grouped by layer. Times are given in us and shown in ms. Series have names from BAR_COLOURS."""
     places = list(range(len(layers)))
     data = [
         {
@@ -59,7 +59,9 @@ def bars(layers: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure
 
 
 def timeline(spans: Iterable[Span], marks: Mapping[str, float]) -> Figure:
-    """Spans by rank and lane over time; marks: named times in us to draw a line at. Ranks after the first few start hidden."""
+    """Return spans by rank and lane over time. All but the first ranks are hidden at first.
+
+    marks: the times in us, by name, at which a line is drawn."""
     items = list(spans)
     lanes = lanes_of(items)
     first = set(sorted({rank for rank, _ in lanes})[:SHOWN_RANKS])
@@ -74,12 +76,12 @@ def timeline(spans: Iterable[Span], marks: Mapping[str, float]) -> Figure:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[tuple[int, str]]:
-    """(rank, lane) of the spans, ranks in order; what computes first, then by name, with numbers in names by size."""
+    """Return (rank, lane) of the spans in order of rank. The compute lane is first, and numbers in names sort by value."""
     return sorted({(s.rank, s.lane) for s in spans}, key=lambda key: (key[0], key[1] != "compute", _natural(key[1])))
 
 
 def legend_of(figure: Figure) -> dict[str, str]:
-    """The colour of each series or kind."""
+    """Return the colour of each series or kind of span."""
     return {trace["name"]: trace["marker"]["color"] for trace in figure["data"]}
 
 
@@ -88,7 +90,7 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 def _kind_traces(spans: Sequence[Span], lanes: Sequence[tuple[int, str]], first: set[int]) -> list[Figure]:
-    """A trace a kind for the first ranks and a hidden one for the others."""
+    """Return for each kind of span a trace of the first ranks, and a hidden trace of the others."""
     out: list[Figure] = []
     for early in (True, False):
         for kind in get_args(Kind):
@@ -99,7 +101,7 @@ def _kind_traces(spans: Sequence[Span], lanes: Sequence[tuple[int, str]], first:
 
 
 def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str]]) -> Figure:
-    """One trace for all spans of a kind: a trace for each span would take minutes to draw."""
+    """Return one trace for all spans of a kind, because drawing a trace for each span would take minutes."""
     place = {lane: index for index, lane in enumerate(lanes)}
     faint = kind in FAINT
     colour = KIND_COLOURS[kind]
@@ -123,8 +125,9 @@ def _outline(kind: str) -> Figure:
 
 
 def _layout(labels: Sequence[str], shown: int, rows_px: int, marks: Collection[str] = ()) -> Figure:
-    """Rows from the top, one a label, of which the first `shown` are in view, below a line for each of the marks; time to the
-    right. The legend is not Plotly's, which takes the chart's place in a narrow window: see `legend_of`."""
+    """Return a layout with a row for each label from the top, below a text line for each mark. Time runs to the right.
+
+    The first `shown` rows are in view. Plotly's legend, which would cover a narrow chart, is off. See `legend_of`."""
     top = TOP_PX + NAME_PX * len(marks)
     rows = {"tickvals": list(range(len(labels))), "ticktext": list(labels), "range": [shown - 0.5, -0.5], "automargin": True}
     return {
@@ -152,7 +155,7 @@ def _line(x: float) -> Figure:
 
 
 def _names(marks: Mapping[str, float], end: float) -> list[Figure]:
-    """The lines' names above the rows, each on its own line and towards the middle, so that they do not overlap."""
+    """Return the names of the marks above the rows. Each has its own text line and faces the middle, so they do not overlap."""
     place = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False}
     return [
         {"text": name, "x": x, "xanchor": "right" if x > end / 2 else "left", "yshift": NAME_PX * row, **place}

@@ -1,4 +1,4 @@
-"""HTML from values: text is escaped unless it is Html already, so no string of a run can become markup or script."""
+"""This module builds HTML. It escapes text unless it is Html already, so no string of a run can become markup or script."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class Html(str):
-    """Markup that is safe to place as it is."""
+    """Html is markup that needs no escaping."""
 
 
 def tag(name: str, *children: str, **attributes: str) -> Html:
-    """`<name attributes>children</name>`. A trailing _ in an attribute's name is dropped, other _ become -.
+    """Return `<name attributes>children</name>`. A trailing _ in an attribute's name is dropped, and other _ become -.
 
     >>> tag("p", "a < b", class_="note")
     '<p class="note">a &lt; b</p>'
@@ -24,12 +24,14 @@ def tag(name: str, *children: str, **attributes: str) -> Html:
 
 
 def join(children: Iterable[str]) -> Html:
-    """The children one after the other, each escaped unless it is Html."""
+    """Return the children one after the other, each escaped unless it is Html."""
     return Html("".join(c if isinstance(c, Html) else html.escape(c) for c in children))
 
 
 def table(caption: str, heads: Iterable[str], rows: Iterable[Iterable[str]], *, words: Iterable[int] = (0,)) -> Html:
-    """A table in a frame. words: columns of text; the others are numbers, set to the right.
+    """Return a table in a frame.
+
+    words: the indices of columns of text. The others have numbers and are aligned to the right.
 
     The first cell of a row is its header. Narrow windows show a row as a card, in which each cell has its column's name.
     """
@@ -48,13 +50,13 @@ def table(caption: str, heads: Iterable[str], rows: Iterable[Iterable[str]], *, 
 
 
 def json_script(name: str, data: Any) -> Html:
-    """`data` for the page's script to read. No "<" is left in it, so it cannot end the element."""
+    """Return an element with `data` for the page's script. Every "<" is escaped, so the data cannot end the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Html(f'<script type="application/json" id="{html.escape(name)}">{text}</script>')
 
 
 def html_page(title: str, *children: Html, scripts: Iterable[Html] = ()) -> str:
-    """A page that loads nothing, which a browser enforces. Without scripts its policy allows none."""
+    """Return a self-contained page. Its policy makes the browser refuse to load anything, and scripts if none are passed."""
     body = tag("main", *children), *scripts
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     policy += "; script-src 'unsafe-inline'; img-src data: blob:" if len(body) > 1 else ""
@@ -71,5 +73,5 @@ def html_page(title: str, *children: Html, scripts: Iterable[Html] = ()) -> str:
 
 
 def text_of(name: str) -> str:
-    """A file of this room."""
+    """Return the text of a file in this package."""
     return files("weft.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
-"""weft.overlap_report: the overlapped layers of a model with their schedules and times, and the other layers with the reason.
+"""weft.overlap_report lists the overlapped layers of a model with schedules and times, and the other layers with the reason.
 
-    report = weft.overlap_report(model)        after some steps: schedules and times are of the calls made so far
-    print(report)                              text; report.html() is a page that loads nothing; report.write(path)
+    report = weft.overlap_report(model)        call it after some steps: it reports the calls made so far
+    print(report)                              report.html() returns a self-contained page, and report.write(path) writes it
 
-It reads what the process group's operators have run and measured (weft.choices), and matches problems to places by their sizes,
-the schedule that was asked for, and the calls that each place has written down.
+It reads the calls that the process group's operators have run and measured (weft.choices). It matches problems to places by
+their sizes, the requested schedule, and the calls that each place has recorded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
 
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
-"""What an operator's gradient communicates by; matmul_all_reduce's is local."""
+"""The operator that communicates in an operator's backward pass. The one of matmul_all_reduce is local."""
 _BY_SPLITS = "by splits"
-"""In a schedule's place, for rows that go in numbers that the device knows: one kernel, which stores while it multiplies."""
+"""Stands for a schedule if only the device knows how many rows go to each rank. One kernel stores results as it multiplies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,11 @@ class OverlapReport:
 
 
 def overlap_report(model: nn.Module) -> OverlapReport:
-    """Every place of a model where weft's operators run, or where it communicates without them, and why.
+    """Return a report of every place where a model communicates, with weft's operators or without them, and the reason.
 
-    model: after weft.parallelize, or parallelize_module with weft's styles; not collective. Raises ValueError for a model in
-    which neither has left anything.
+    The call is not collective.
+
+    model: a model after weft.parallelize, or after parallelize_module with weft's styles. Raises ValueError for other models.
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
     found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
@@ -138,14 +139,14 @@ def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Rep
 
 
 def _find_calls_by_splits(layer: CommunicatingLayer, device: torch.device) -> Iterator[ReportedCall]:
-    """Experts' calls, which have no schedule to choose: on CPUs torch.distributed moves rows before or after products."""
+    """Yield the calls of experts, which have only one schedule. On CPUs, torch.distributed moves the rows sequentially."""
     spec = "sequential" if device.type == "cpu" else _BY_SPLITS
     for op, rows in sorted(layer.ran.calls if layer.ran else ()):
         yield ReportedCall(op=op, rows=rows, spec=spec, why="no other for rows by splits")
 
 
 def _was_asked(asked: str, spec: str, problem: Problem, layer: CommunicatingLayer, choice: Choice | None) -> bool:
-    """Whether a schedule, which runs what was asked for so, is what the layer has asked for, as far as that is known."""
+    """Return whether a schedule that ran for the request `asked` may be the one that the layer has requested."""
     wanted = choose_backward_schedule(layer.schedule, problem.op)
     wanted = automatic() if wanted == "auto" else wanted
     if wanted == "auto" == asked:
@@ -154,8 +155,9 @@ def _was_asked(asked: str, spec: str, problem: Problem, layer: CommunicatingLaye
 
 
 def _is_of(problem: Problem, asked: str, layer: CommunicatingLayer) -> bool:
-    """Whether a problem is a layer's, forward or backward: by its operator, its sizes, and what the layer has run. What gathers
-    has n and k swapped where what reduces has them straight."""
+    """Return whether a problem may be a layer's, forward or backward, by its operator, its sizes and the layer's calls.
+
+    n and k are swapped between operators that gather and operators that reduce."""
     served = partial(serves if asked == "auto" else _has_rows, problem)
     if layer.ran is not None and not layer.ran.may_have(problem.op, served):
         return False

@@ -1,4 +1,4 @@
-"""An overlap report as a page: a row for each problem that a place has run, without scripts and charts."""
+"""Writes an overlap report as an HTML page with a row for each problem that a place has run, without scripts and charts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = (
 
 
 def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace]) -> str:
-    """The whole page, as text. lead: the sentence below the model's name."""
+    """Return the page as HTML. lead: the sentence below the model's name."""
     rows = [row for place in places for row in _rows(place)]
     header = tag("header", tag("h1", model), tag("p", lead, class_="lead"))
     places_table = table("Places, and the problems that each has run", _HEADS, rows, words=(0, 2, 3, 5, 9))
@@ -32,7 +32,7 @@ def _rows(place: ReportedPlace) -> Iterator[tuple[str, ...]]:
 
 
 def _cells(call: ReportedCall) -> tuple[str, ...]:
-    """Operator, rows, schedule, time, sequential's and the gain, share of the ideal, why."""
+    """Return the cells of a call: operator, rows, schedule, time, sequential time with gain, share of the ideal, reason."""
     gain = f" ({call.sequential_us / call.measured_us:.2f}x)" if call.measured_us and call.sequential_us else ""
     share = (
         ""

@@ -1,4 +1,4 @@
-"""Places for charts on the page, each with its text: what the chart shows, for those who do not see it."""
+"""This module returns the HTML elements that hold charts, each with a text for screen readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ Charts = dict[str, Figure]
 
 
 def chart_panel(name: str, words: str) -> Html:
-    """An empty place that the page's script draws charts[name] into, which scrolls by itself where the window is narrow: Plotly
-    lays its own legend over the chart there. words: its text for screen readers."""
+    """Return an empty element into which the page's script draws charts[name]. words: its text for screen readers.
+
+    In a narrow window it scrolls, because Plotly would lay its legend over the chart."""
     return tag("div", _place(name, words), class_="scrolls")
 
 
@@ -23,7 +24,7 @@ def _place(name: str, words: str) -> Html:
 
 
 def bars_panel(name: str, words: str, figure: Figure, charts: Charts) -> Html:
-    """A figure of bars below its legend. words: its text for screen readers."""
+    """Return an element with a figure of bars below its legend. words: its text for screen readers."""
     charts[name] = figure
     return join([_legend(figure), _place(name, words)])
 
@@ -36,7 +37,7 @@ def _legend(figure: Figure) -> Html:
 def timeline_panel(
     name: str, title: str, spans: Sequence[Span], marks: Mapping[str, float], charts: Charts, *words_before: str
 ) -> Html:
-    """A call's timeline under a heading and paragraphs, with a button for all its ranks and the same as numbers."""
+    """Return a call's timeline below a heading and paragraphs, with a button that shows all ranks and a table of numbers."""
     heading = join([tag("h3", title), *(tag("p", text) for text in words_before)])
     if not spans:
         return tag("article", heading, tag("p", "No spans were recorded."))

@@ -17,7 +17,7 @@ IN_BACKWARD = "overlapped in the backward pass only"
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedCall:
-    """The calls of one operator with one number of rows at a place."""
+    """ReportedCall represents the calls of one operator with one number of rows at a place."""
 
     op: str
     rows: int
@@ -41,7 +41,7 @@ class ReportedCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedPlace:
-    """Communicating layers that differ only in the number of the block that they are in."""
+    """ReportedPlace represents communicating layers that differ only in the number of their block."""
 
     layer: CommunicatingLayer
     """One of these layers."""
@@ -52,7 +52,7 @@ class ReportedPlace:
 
     @property
     def awaits_first_call(self) -> bool:
-        """Whether the place has a weft operator that has not been called yet."""
+        """True if the place has a weft operator that has not been called yet."""
         ran = self.layer.ran
         would_be_known = bool(self.layer.n) or (ran is not None and not ran.compiled)
         return self.layer.overlapped and would_be_known and not self.calls

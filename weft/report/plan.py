@@ -1,4 +1,4 @@
-"""The page of a plan: what a machine is predicted to take for each communicating layer of a model. Nothing has run."""
+"""Writes the page of a plan, which has the predicted times of each communicating layer of a model on a machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.report.words import count
 def write_plan_report(
     model: str, machine: Machine, plans: Sequence[tuple[str, Plan]], folder: Path, *, tokens: int, dtypes: str
 ) -> Path:
-    """Write `folder`/index.html; returns its path. plans: by layer. Raises ValueError if it cannot be written."""
+    """Write `folder`/index.html, and return its path. plans: by layer. Raises ValueError if it cannot be written."""
     charts: Charts = {}
     ranks = plans[0][1].problem.world_size if plans else machine.world_size
     size = f"{count(ranks, 'rank')}, {count(tokens, 'token')}"

@@ -1,4 +1,4 @@
-"""The page of one schedule, simulated on one machine: times, losses, and every rank's lanes over time."""
+"""Writes the page of one schedule that was simulated on one machine: times, losses, and every rank's lanes over time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.report.words import ms
 
 
 def write_schedule_report(schedule: Schedule, machine: Machine, found: Simulation, folder: Path) -> Path:
-    """Write `folder`/index.html; returns its path. Raises ValueError if it cannot be written."""
+    """Write `folder`/index.html, and return its path. Raises ValueError if it cannot be written."""
     return write_page(schedule_page(schedule, machine, found), folder)
 
 
 def schedule_page(schedule: Schedule, machine: Machine, found: Simulation) -> str:
-    """The whole page as text."""
+    """Return the page as HTML."""
     charts: Charts = {}
     losses = found.losses
     marks = {"sequential": found.sequential_us, "ideal": losses.ideal_us}

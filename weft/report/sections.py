@@ -1,4 +1,4 @@
-"""The sections of the page. Each has its table and charts, and adds its figures to `charts` under the id of their place."""
+"""This module builds the sections of the page. Each adds its figures to `charts` by the id of the element that shows them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.schedules import overlaps
 from weft.tools.results import LayerRun, Run, Speeds
 
 Times = Sequence[tuple[str, Plan | Speeds, float]]
-"""Layers, with their times, and that of the planned call in us."""
+"""For each layer, its name, its times, and the time of the overlapped call in us."""
 HEADS = ("communicating layer", "M × N × K", "schedule")
 TIMES = ("sequential ms", "weft ms", "ideal ms", "share of ideal", "speed-up")
 

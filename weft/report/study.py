@@ -1,7 +1,7 @@
-"""The page of a simulated evaluation: the published figures redrawn next to ours, each with its numbers as text.
+"""Writes the page of a simulated evaluation, which shows the published figures next to ours, with all numbers as text.
 
-From the top: how many predicted figures are within tolerance; every published number and ours; the study's charts and tables;
-what the sweeps found; where each number of the system is from.
+The page says how many predicted figures are within tolerance. Then it shows all published numbers with ours, the study's charts
+and tables, the results of the sweeps, and the source of each number of the system.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from weft.studies.study import Chart, Done, PointChart, StudyTable, TimelineChar
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")
 """Colours that people with colour blindness can distinguish (Okabe and Ito; the last: Tol)."""
 FIRST = ("figures", "labels")
-"""Tables that come before the study's own."""
+"""The tables that are shown before the study's own tables."""
 SWEPT = ("sensitivity", "joint")
 
 
 def write_study(done: Done, folder: Path) -> Path:
-    """Write `folder`/index.html; returns its path. Raises ValueError if it cannot be written."""
+    """Write `folder`/index.html, and return its path. Raises ValueError if it cannot be written."""
     return write_page(study_page(done), folder)
 
 
 def study_page(done: Done) -> str:
-    """The whole page as text."""
+    """Return the page as HTML."""
     charts: Charts = {}
     found = {each.name: each for each in tables(done)}
     own = [each for name, each in found.items() if name not in (*FIRST, *SWEPT, "system")]
@@ -66,7 +66,7 @@ def _listed(each: StudyTable) -> Html:
 
 
 def _sources(system: StudyTable, sources: Mapping[str, str]) -> Html:
-    """Each number of the system, and where it is from."""
+    """Return a footer with each number of the system and its source."""
     rows = [(path, value, sources[path]) for path, value in system.rows[1:]]
     return tag(
         "footer", tag("h2", "Sources"), table("Each number of the system", ("number", "value", "from"), rows, words=(0, 2))
@@ -74,7 +74,7 @@ def _sources(system: StudyTable, sources: Mapping[str, str]) -> Html:
 
 
 def _published(found: Sequence[Figure], charts: Charts) -> list[Html]:
-    """Published figures next to ours: those that are shares as charts["published"], ratios as charts["ratios"]."""
+    """Chart the published figures next to ours. Shares are in charts["published"], and ratios in charts["ratios"]."""
     units: dict[Unit, tuple[str, int, str]] = {"percent": ("published", 100, "%"), "ratio": ("ratios", 1, "times")}
     panels = []
     for unit, (chart, scale, label) in units.items():
@@ -88,7 +88,7 @@ def _published(found: Sequence[Figure], charts: Charts) -> list[Html]:
 
 
 def _drawn(each: Chart, charts: Charts) -> Html:
-    """A chart's section; the chart itself goes to charts[name]."""
+    """Return a chart's section, and add the chart to charts[name]."""
     if isinstance(each, TimelineChart):
         return tag("section", timeline_panel(each.name, each.title, each.spans, {}, charts))
     if isinstance(each, PointChart):
@@ -99,7 +99,7 @@ def _drawn(each: Chart, charts: Charts) -> Html:
 
 
 def columns(places: Sequence[str], series: Mapping[str, Sequence[float]], unit: str, *, stacked: bool = False) -> Drawn:
-    """Columns of every series at every place, side by side or stacked. unit: of the values."""
+    """Return a figure with a column for each series at each place, side by side or stacked. unit: the unit of the values."""
     data = [
         {
             "type": "bar",
@@ -123,7 +123,7 @@ def columns(places: Sequence[str], series: Mapping[str, Sequence[float]], unit: 
 
 
 def _points(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Drawn:
-    """Panels side by side, whose horizontal axes are logarithmic; a colour for each series."""
+    """Return a figure with panels side by side. Horizontal axes are logarithmic, and each series has a colour."""
     width = 1 / len(panels)
     data: list[dict[str, Any]] = []
     axes: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Spans as a trace in the Trace Event Format, which Perfetto and chrome://tracing load.
+"""This module writes spans as a trace in the Trace Event Format, which Perfetto and chrome://tracing load.
 
-A process is one rank of one call, a thread is a lane, a complete event ("X", microseconds) is a span. Of a run, measured
-ranks come first, from process 0; predicted ranks from PREDICTED_PID, or from the next thousand that is free. Nothing else
-differs.
+A process is one rank of one call, a thread is a lane, and a complete event ("X", microseconds) is a span. In the trace of a
+run, the measured ranks have the process numbers from 0. The predicted ranks have those from PREDICTED_PID, or from the next
+free multiple of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 def write_trace(run: Run, path: Path) -> Path:
-    """Write the measured and the predicted spans of every layer to `path`, as JSON; returns `path`.
+    """Write the measured and the predicted spans of every layer to `path` as JSON, and return `path`.
 
     Raises ValueError if the file cannot be written.
     """
@@ -31,8 +31,9 @@ def write_trace(run: Run, path: Path) -> Path:
 
 
 def write_calls(calls: Mapping[str, Sequence[Span]], path: Path, *, about: str) -> Path:
-    """Write the spans of several calls, by title, to `path`, as JSON; returns `path`. A call's ranks follow those of the call
-    before. about: what they are of, in words.
+    """Write the spans of several calls, by title, to `path` as JSON, and return `path`.
+
+    The process numbers of a call's ranks follow those of the call before. about: a description of the calls.
 
     Raises ValueError if the file cannot be written.
     """
@@ -70,7 +71,7 @@ def _ranks(spans: Iterable[Span]) -> int:
 
 
 def _group(title: str, spans: Iterable[Span], first_pid: int) -> Iterator[Event]:
-    """One call's events: names of processes and threads, then the spans."""
+    """Yield one call's events: the names of processes and threads, then the spans."""
     items = list(spans)
     lanes = lanes_of(items)
     threads = {lane: index for index, lane in enumerate(lanes)}

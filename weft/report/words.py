@@ -1,4 +1,4 @@
-"""Numbers, sizes and reasons in words, the same in every table and chart."""
+"""This module turns numbers, sizes and reasons into text, for all tables and charts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def judge_plan(plan: Plan) -> str:
 
 
 def ms(us: float) -> str:
-    """Microseconds as milliseconds, with about three digits.
+    """Return microseconds as milliseconds, with about three digits.
 
     >>> ms(4.321), ms(432.1), ms(43210.0), ms(4321000.0), ms(0.0)
     ('0.00432', '0.432', '43.2', '4,321', '0')
@@ -67,7 +67,8 @@ def sizes(problem: Problem) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """
+    """Return a number with a noun, in the plural unless the number is 1.
+
     >>> count(1, "rank"), count(4, "rank")
     ('1 rank', '4 ranks')
     """

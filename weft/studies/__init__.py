@@ -1,1 +1,1 @@
-"""Published evaluations, simulated: T3, FiCCO, DLRM and ISO. Nothing imports this room but the command."""
+"""This package simulates published evaluations: T3, FiCCO, DLRM and ISO. Only the command line and the report import it."""

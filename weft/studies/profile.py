@@ -1,4 +1,4 @@
-"""Profiles: values whose every number has a path and a source, as of simulated systems; copies with some numbers changed."""
+"""A profile describes a simulated system. Each of its numbers has a path and a source. Functions here change some numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ON_OFF = {"true": True, "1": True, "false": False, "0": False}
 
 
 class StudyProfile(Protocol):
-    """A frozen dataclass of weft.core.codec's kind. sources: where each number is from, by its path."""
+    """StudyProfile is a frozen dataclass that weft.core.codec can read. `sources` has the source of each number by its path."""
 
     @property
     def name(self) -> str: ...
@@ -30,8 +30,9 @@ P = TypeVar("P", bound=StudyProfile)
 
 
 def check(profile: StudyProfile, zero: frozenset[str] = frozenset()) -> None:
-    """Raises ValueError unless every number is above zero (those of `zero`: or zero), as small and as large as a machine's may
-    be, and has a source, and every source a number."""
+    """Raise ValueError unless every number is valid and has a source, and every source belongs to a number.
+
+    A number is valid if it is from LEAST to MOST, or zero if its path is in `zero`."""
     found = dict(numbers(profile))
     for path, value in numbers(profile):
         if not value > 0 and not (path in zero and value == 0):
@@ -44,22 +45,23 @@ def check(profile: StudyProfile, zero: frozenset[str] = frozenset()) -> None:
 
 
 def assumed(profile: StudyProfile) -> tuple[str, ...]:
-    """Paths of the numbers that no source gives."""
+    """Return the paths of the numbers that are assumed because no source gives them."""
     return tuple(path for path, source in profile.sources.items() if source.startswith("assumed"))
 
 
 def uncertain(profile: StudyProfile) -> tuple[str, ...]:
-    """Paths of the numbers that no source gives: those assumed, and those derived from what sources give."""
+    """Return the paths of the numbers that no source gives directly, because they are assumed or derived."""
     sources = ((path, source.removeprefix(RESCALED)) for path, source in profile.sources.items())
     return tuple(path for path, source in sources if source.startswith(("assumed", "derived")) or ", derived:" in source)
 
 
 def changed(profile: P, path: str, value: Any) -> P:
-    """`profile` with one number, one row of numbers, or one field of choices replaced.
+    """Return `profile` with one number, one row of numbers, one switch or one field of choices replaced.
 
-    value: as JSON text, or as what JSON would give; one value stands for a row of one, and choices are words with commas
-    between. Switches are true or false, and 1 and 0 stand for these. Raises ValueError that names the path and says which there
-    are, or what the value must be.
+    value: JSON text or a Python value. A single value can replace a row of one. Choices are separated by commas. A switch is
+        true, false, 1 or 0.
+
+    Raises ValueError that names the path, and either the valid paths or the valid values.
     """
     choices = [part.name for part in dataclasses.fields(profile) if part.metadata.get("about") == "choices"]  # type: ignore[arg-type]
     on_off = tuple(switches(profile))
@@ -75,14 +77,14 @@ def changed(profile: P, path: str, value: Any) -> P:
 
 
 def changed_by(profile: P, settings: Mapping[str, str]) -> P:
-    """`profile` with each setting applied in turn; see `changed`."""
+    """Return `profile` with each setting applied in turn. See `changed`."""
     for path, value in settings.items():
         profile = changed(profile, path, value)
     return profile
 
 
 def switches(value: Any, path: str = "") -> Iterator[str]:
-    """Paths of the booleans of a profile."""
+    """Yield the paths of the booleans of a profile."""
     if isinstance(value, bool):
         yield path
     elif dataclasses.is_dataclass(value):
@@ -91,17 +93,20 @@ def switches(value: Any, path: str = "") -> Iterator[str]:
 
 
 def scaled(profile: P, path: str, factor: float) -> P:
-    """`profile` with the number at `path` times `factor`; see `moved`."""
+    """Return `profile` with the number at `path` multiplied by `factor`. See `moved`."""
     return moved(profile, {path: factor})
 
 
 def moved(profile: P, factors: Mapping[str, float], *, reach: float = 0.0) -> P:
-    """`profile` with the number at each path times its factor.
+    """Return `profile` with the number at each path multiplied by its factor.
 
-    A whole number is rounded, and moves by at least 1 in the direction of its factor. reach: how far the factors may be from 1,
-    if they were drawn; a whole number then moves by the same share of its own reach, which is at least 1, and may stay. All
-    values of a row are moved; of a row of pairs or of tiles only those that are no whole numbers. Raises ValueError for a
-    profile that cannot be.
+    A whole number is rounded, and changes by at least 1 in the direction of its factor. All values of a row are multiplied, but
+    in a row of pairs or of tiles the whole numbers are left unchanged.
+
+    reach: for random factors, their largest distance from 1. A whole number then changes by up to `reach` times its value, but
+        at least up to 1, in proportion to its factor. It may stay unchanged.
+
+    Raises ValueError if the result is not a valid profile.
     """
     data = codec.dump(profile)
     for path, factor in factors.items():
@@ -126,7 +131,7 @@ def _times(value: Any, factor: float, reach: float) -> Any:
 
 
 def _of_row(item: Any, factor: float) -> Any:
-    """A pair of a table, or a tile: what is no whole number times the factor."""
+    """Return a pair or a tile with the values that are not whole numbers multiplied by the factor."""
     if isinstance(item, dict):
         return {name: value * factor if isinstance(value, float) else value for name, value in item.items()}
     return [value * factor if isinstance(value, float) else value for value in item]

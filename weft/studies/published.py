@@ -1,7 +1,7 @@
-"""Published numbers and those of a simulation, side by side.
+"""This module compares published numbers with those of a simulation.
 
-A figure is reproduced if ours is in the accepted range. A study's headline counts those that the simulation
-predicts. One that a constant was chosen by, or that follows from the inputs by arithmetic, is shown with that label.
+A figure is reproduced if our value is in the accepted range. A study's headline counts only figures that the simulation
+predicts. A figure by which a constant was chosen, or that follows from the inputs by arithmetic, is shown with that label.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from weft.core.machine import numbers
 Row = tuple[str, ...]
 Unit = Literal["percent", "ratio"]
 Label = Literal["calibrated", "derived", "predicted"]
-"""calibrated: a constant of the system was chosen with the figure in view. derived: the figure was an input, or follows from
-inputs by arithmetic. predicted: neither."""
+"""A figure is calibrated if a constant of the system was chosen with the figure in view. It is derived if it was an input, or
+follows from inputs by arithmetic. All other figures are predicted."""
 
 LABELS = (
     "calibrated: a constant of the simulated system was chosen with this figure in view. derived: the figure was an input, or "
     "follows from inputs by arithmetic. predicted: neither of the two. missed: ours is outside the accepted range. A "
     "calibrated figure can be missed, too, because the constants are set once for the whole study."
 )
-"""What the columns of `figures_table` say."""
+"""A note that explains the labels in `figures_table`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A published number and ours. low, high: what is accepted, both included. because: the evidence for the label, in one
-    sentence. percent: all are shares of 1."""
+    """Figure is a published number and our value of it.
+
+    published, ours: the two values. If the unit is percent, they are shares of 1.
+    low, high: the accepted range, both ends included.
+    because: the evidence for the label, in one sentence."""
 
     name: str
     published: float
@@ -46,7 +49,7 @@ class Figure:
         return self.low - 1e-9 <= self.ours <= self.high + 1e-9
 
     def text(self, value: float) -> str:
-        """A value in the figure's unit.
+        """Return a value as text in the figure's unit.
 
         >>> from weft.studies.published import text
         >>> text(0.319, "percent"), text(1.55, "ratio")
@@ -56,27 +59,27 @@ class Figure:
 
 
 def text(value: float, unit: Unit) -> str:
-    """A value as tables show it."""
+    """Return a value as text for tables."""
     return f"{100 * value:.1f} %" if unit == "percent" else f"{value:.2f}x"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A label and its reason, which several figures share."""
+    """Evidence is a label with its reason. Several figures can share it."""
 
     label: Label
     because: str
 
     def percent(self, name: str, published: float, ours: float, tolerance: float) -> Figure:
-        """A figure of shares of 1, accepted within `tolerance`."""
+        """Return a figure whose values are shares of 1. It is accepted within `tolerance`."""
         return self.figure(name, published, ours, (published - tolerance, published + tolerance), "percent")
 
     def ratio(self, name: str, published: float, ours: float, tolerance: float) -> Figure:
-        """A figure of a ratio, accepted within `tolerance`."""
+        """Return a figure whose values are ratios. It is accepted within `tolerance`."""
         return self.figure(name, published, ours, (published - tolerance, published + tolerance), "ratio")
 
     def figure(self, name: str, published: float, ours: float, accepted: tuple[float, float], unit: Unit) -> Figure:
-        """A figure that is accepted from accepted[0] to accepted[1]."""
+        """Return a figure that is accepted from accepted[0] to accepted[1]."""
         low, high = accepted
         return Figure(
             name=name, published=published, ours=ours, low=low, high=high, unit=unit, label=self.label, because=self.because
@@ -84,7 +87,7 @@ class Evidence:
 
 
 def headline(figures: Sequence[Figure]) -> str:
-    """How many of the predicted figures are within tolerance, in words."""
+    """Return a sentence that says how many of the predicted figures are within tolerance."""
     predicted = [figure for figure in figures if figure.label == "predicted"]
     if not predicted:
         return f"No figure is predicted: all {len(figures)} are calibrated or derived, and are shown with their labels."
@@ -93,7 +96,7 @@ def headline(figures: Sequence[Figure]) -> str:
 
 
 def geomean(values: Iterable[float]) -> float:
-    """Geometric mean of positive numbers.
+    """Return the geometric mean of positive numbers.
 
     >>> round(geomean([1.0, 4.0]), 6)
     2.0
@@ -103,7 +106,7 @@ def geomean(values: Iterable[float]) -> float:
 
 
 def figures_table(figures: Iterable[Figure]) -> list[Row]:
-    """Published numbers and ours, as rows of text whose first one names the columns."""
+    """Return the published numbers and ours as rows of text. The first row has the headings."""
     rows = [
         (f.name, f.label, f.text(f.published), f.text(f.ours), f"{f.text(f.low)} to {f.text(f.high)}", "" if f.ok else "missed")
         for f in figures
@@ -112,14 +115,14 @@ def figures_table(figures: Iterable[Figure]) -> list[Row]:
 
 
 def labels_table(figures: Iterable[Figure]) -> list[Row]:
-    """Each label that the figures have, with its reason and how many figures share it."""
+    """Return a row for each label and reason, with the number of figures that share them."""
     reasons = [(figure.label, figure.because) for figure in figures]
     rows = [(label, str(reasons.count((label, because))), because) for label, because in dict.fromkeys(reasons)]
     return [("label", "figures", "because"), *rows]
 
 
 def numbers_table(profile: object) -> list[Row]:
-    """Every number of a profile, by its path; the rows of a list together."""
+    """Return every number of a profile by its path. The numbers of a list share a row."""
     values: dict[str, list[str]] = {}
     for path, value in numbers(profile):
         values.setdefault(path, []).append(f"{value:g}" if isinstance(value, float) else str(value))

@@ -1,6 +1,6 @@
-"""Sweeps: the effect of numbers without a source on a study's figures, changed one at a time, and all at once.
+"""A sweep changes the numbers without a source, one at a time or all at once, and reports a study's figures.
 
-A study is swept by its `sample`: the figures of a system, by as few simulations as they need.
+It calls the study's `sample`, which returns the figures of a system by as few simulations as possible.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ REACH = 0.1
 """The largest share by which numbers that change together are lowered or raised."""
 SEED = 2401
 MOST_REFUSED = 5000
-"""Draws in a row that may be refused before the joint sweep gives up: a tenth of a percent of draws may be possible."""
+"""The joint sweep gives up after this many refused draws in a row, so it works even if one draw in a thousand is valid."""
 Sample = Callable[[P], tuple[Figure, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRow:
-    """The figures with one number moved. path: None for none. values: by the names of figures. refused: why there is no such
-    system; there are no values then."""
+    """SweptRow has the figures of a system with one number changed.
+
+    path: the path of the number. None for the unchanged system.
+    values: the values of the figures by name.
+    refused: the reason if such a system is not valid. There are no values then."""
 
     path: str | None = None
     factor: float = 1.0
@@ -36,8 +39,10 @@ class SweptRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """One figure over the draws of a joint sweep: 5th percentile, median, 95th percentile; within: in how many draws it is
-    accepted."""
+    """Spread is the distribution of one figure over the draws of a joint sweep.
+
+    low, median, high: the 5th percentile, the median and the 95th percentile.
+    within: the number of draws in which the figure is accepted."""
 
     figure: Figure
     low: float
@@ -48,9 +53,12 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class JointSweep:
-    """All numbers that no source gives, moved together. draws: systems that were simulated; refused: systems that were drawn
-    in addition to these, and cannot be. within: draws in which all figures are accepted; predicted: those in which all
-    predicted ones are (None: no figure is predicted)."""
+    """JointSweep has the results of changing all numbers without a source together.
+
+    draws: the number of simulated systems.
+    refused: the number of further systems that were drawn but are not valid.
+    within: the number of draws in which all figures are accepted.
+    predicted: the number of draws in which all predicted figures are accepted. None if no figure is predicted."""
 
     paths: tuple[str, ...]
     reach: float
@@ -63,7 +71,7 @@ class JointSweep:
 
 
 def one_at_a_time(system: P, sample: Sample[P], progress: Progress) -> Iterator[SweptRow]:
-    """The figures as they are, then with each number a STEP lower and higher. A whole number moves by at least 1."""
+    """Yield the figures of the system, and with each number lower and higher by STEP. Whole numbers change by at least 1."""
     yield SweptRow(values=_values(sample(system)))
     cases = [(path, factor) for path in uncertain(system) for factor in (1 - STEP, 1 + STEP)]
     for done, (path, factor) in enumerate(cases):
@@ -75,8 +83,9 @@ def one_at_a_time(system: P, sample: Sample[P], progress: Progress) -> Iterator[
 
 
 def joint(system: P, sample: Sample[P], draws: int, progress: Progress, seed: int = SEED) -> JointSweep:
-    """So many systems, each with all numbers moved by factors of their own, uniform within REACH of 1. The same seed gives the
-    same draws. A draw that cannot be is replaced by the next, and counted.
+    """Simulate `draws` systems, in each of which every number is multiplied by a random factor, uniform within REACH of 1.
+
+    The same seed gives the same draws. An invalid system is counted and replaced by the next draw.
 
     Raises ValueError if no draw out of MOST_REFUSED can be simulated.
     """
@@ -122,13 +131,13 @@ def _spread(drawn: Sequence[Figure]) -> Spread:
 
 
 def unmoved(rows: Sequence[SweptRow]) -> tuple[str, ...]:
-    """Paths of the numbers that no figure depends on."""
+    """Return the paths of the numbers on which no figure depends."""
     moving = {row.path for row in rows if row.refused or row.values != rows[0].values}
     return tuple(dict.fromkeys(row.path for row in rows if row.path is not None and row.path not in moving))
 
 
 def swept_table(rows: Sequence[SweptRow], figures: Mapping[str, Unit]) -> list[Row]:
-    """These figures by number and factor, for numbers that move any figure."""
+    """Return these figures by number and factor, for the numbers on which any figure depends."""
     without, shown = unmoved(rows), []
     for row in rows:
         if row.path not in without:
@@ -138,7 +147,7 @@ def swept_table(rows: Sequence[SweptRow], figures: Mapping[str, Unit]) -> list[R
 
 
 def joint_table(found: JointSweep) -> list[Row]:
-    """Each figure over the draws."""
+    """Return the distribution of each figure over the draws."""
     rows = []
     for spread in found.spreads:
         cells = (spread.figure.text(value) for value in (spread.low, spread.median, spread.high))

@@ -1,1 +1,1 @@
-"""The command's tools besides planning: run a model, calibrate and examine this machine."""
+"""This package has the tools of the command line that run a model, calibrate this machine, and examine it."""

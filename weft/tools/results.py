@@ -13,7 +13,7 @@ from weft.schedules import spec
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """The times of a communicating layer on GPUs: microseconds of the slowest rank, medians over rounds."""
+    """Speeds has the times of a communicating layer on GPUs. They are medians over rounds of the slowest rank's time."""
 
     sequential_us: float
     overlapped_us: float
@@ -41,7 +41,7 @@ class Speeds:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRun:
-    """One communicating layer, predicted and run. The checker has proved both the predicted schedule and the one that ran."""
+    """LayerRun has the results of one communicating layer. The checker has proved the predicted and the run schedule."""
 
     name: str
     problem: Problem | LookupProblem | CollectiveProblem
@@ -77,7 +77,7 @@ class LayerRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The results of one `weft run`."""
+    """Run has the results of one `weft run`."""
 
     model: str
     device: str
@@ -114,7 +114,7 @@ class Run:
 
     @property
     def exceeds_ideal(self) -> bool:
-        """Whether a table shows a share of the ideal over 100%, so that a note must explain it."""
+        """True if a table shows a share of the ideal over 100%, which a note must explain."""
         return any(round(speeds.share_of_ideal, 2) > 1 for _, speeds in self.measured_layers)
 
     def __str__(self) -> str:

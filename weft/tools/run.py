@@ -1,16 +1,16 @@
 """`weft run`: predict every communicating layer of a model on a machine, then run its schedules here and check the results.
 
-The planner chooses a schedule for each layer on the named machine. CPU ranks run those same schedules, family and chunk count,
-at sizes that CPUs can do: one call is compared with the sequential program and one is recorded. GPUs run what is fastest by
-measurement, and are timed as well. The checker proves every schedule.
+The planner chooses a schedule for each layer on the named machine. CPU ranks run schedules of the same family and chunk count
+at sizes that CPUs can handle. One call is compared with the sequential program, and one is recorded. GPUs run the schedule that
+is fastest by measurement, and are also timed. The checker proves every schedule.
 
 Each rank draws its inputs from (seed, layer, rank). The reference is the sequential program in float32 over torch.distributed,
-which shares nothing with weft's executors. Every time is a median over rounds, each of its slowest rank; computation and
-communication alone are the two steps of the sequential schedule, recorded in a call of its own each round:
+which shares no code with weft's executors. Every time is the median over rounds of the slowest rank's time. The times of
+computation and communication alone are those of the two steps of a sequential call, which is recorded in each round:
 
     round 1: sequential | overlapped | sequential, recorded      round 2: sequential | overlapped | ...
 
-so that all of them see the same machine. Recording is not free on a GPU, hence no call is both timed and recorded.
+So all methods run under the same conditions. Recording slows a call on a GPU, so no call is both timed and recorded.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def run_model(
 ) -> Run:
     """Predict, prove, run and check the communicating layers of `model` on `ranks` processes of this machine.
 
-    device: "cpu" or "cuda". op: only layers of this operator. schedule: "auto" or as schedules.parse takes it.
-    machine, machine_ranks, machine_tokens: what is predicted; CPU ranks run the schedules that "auto" is there, with the copy
-    lanes of that machine. GPUs choose by what they measure, and have lanes of their own; only they are timed.
-    progress(what, done, total) is called as work goes on. scaling: of FP8 operands; dtype is then that of results.
-    Raises ValueError for what cannot be run, RankFailed if a rank is lost.
+    device: "cpu" or "cuda". op: runs only layers of this operator. schedule: "auto", or a name that schedules.parse accepts.
+    machine, machine_ranks, machine_tokens: the predictions are for these. CPU ranks run the schedules that "auto" chooses
+        there, with the copy lanes of that machine. GPUs choose by measurement and use their own lanes. Only they are timed.
+    progress: called as progress(what, done, total). scaling: the scaling of FP8 operands. dtype is then that of results.
+    Raises ValueError for invalid arguments, and RankFailed if a rank is lost.
     """
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
     element = cast(DType, dtype)
@@ -137,7 +137,7 @@ def _check_request(*, ranks: int, device: str, tokens: int, op: str | None, sche
 
 
 def _choose(problem: Problem, schedule: str, there: Plan, machine: Machine, device: str) -> str:
-    """What runs here. CPU ranks run what is predicted for the named machine; GPUs run what was asked for, and measure auto."""
+    """Return the schedule to run: on CPU ranks the one predicted for the machine, on GPUs the requested one or "auto"."""
     if device == "cpu" and not problem.nodes:
         return there.chosen.spec
     if schedule != "auto":
@@ -151,7 +151,7 @@ def _choose(problem: Problem, schedule: str, there: Plan, machine: Machine, devi
 
 
 def _build_proved(problem: Problem, spec: str, fan_out: bool) -> Schedule:
-    """The schedule of that name. Raises ScheduleError if the checker cannot prove it."""
+    """Build a schedule and prove it. Raises ScheduleError if the checker cannot prove it."""
     built = schedules.build(problem, *schedules.parse(spec), fan_out=fan_out)
     check(built)
     return built
@@ -166,7 +166,7 @@ def _predict(problem: Problem, schedule: str, machine: Machine) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One round on one rank: both times in us, and the steps of a sequential call."""
+    """Round has one round's times on one rank, and the spans of a sequential call."""
 
     sequential_us: float
     overlapped_us: float
@@ -175,7 +175,9 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one rank saw of a layer. spec: the schedule that ran. spans: one call of it."""
+    """Measured has one rank's results of a layer. `spec` is the schedule that ran, `spans` those of one call.
+
+    tried: the time of each candidate in us, if the schedule was chosen by measurement."""
 
     spec: str
     max_error: float
@@ -187,9 +189,10 @@ class Measured:
 def measure_layer(
     problem: Problem, spec: str, seed: int, device: str, fan_out: bool | None = None, rounds: int | None = None
 ) -> Measured:
-    """One rank's part: draw inputs, check the result, time the schedule against the sequential one, record a call. fan_out:
-    whether it has a copy lane for each peer; default: as the device's profile has it. rounds: of timing; default:
-    as ROUNDS has it."""
+    """Draw one rank's inputs, check the result, time the schedule and the sequential one, and record a call.
+
+    fan_out: whether the schedule has a copy lane for each peer. By default the device's profile decides.
+    rounds: the number of timed rounds. By default that in ROUNDS."""
     rounds = ROUNDS[device] if rounds is None else rounds
     rank = dist.get_rank()
     on = torch.device(device, rank) if device == "cuda" else torch.device(device)
@@ -207,8 +210,9 @@ def measure_layer(
 
 
 def _resolve_schedule(problem: Problem, spec: str, on: torch.device, fan_out: bool | None) -> tuple[str, Schedule | None]:
-    """What names the schedule in calls: `spec`, unless the device's profile would have another one built by that name. Then
-    that one, too; the caller must hold it as long as it uses the name."""
+    """Return the name of the schedule for calls. It is `spec`, unless this device would build another schedule from it.
+
+    Then the schedule is also returned, and the caller must keep it as long as it uses the name."""
     if fan_out in (None, fans_out(on)):
         return spec, None
     name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
@@ -218,13 +222,13 @@ def _resolve_schedule(problem: Problem, spec: str, on: torch.device, fan_out: bo
 
 
 def _find_choice(problem: Problem) -> Choice:
-    """What auto has been found to be, after a call."""
+    """Return the choice that "auto" has made in a call of this problem."""
     found = GROUPS.choices(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     return next(choice for choice in found if choice.problem == problem)
 
 
 def _round(problem: Problem, spec: str, inputs: Inputs, on: torch.device) -> Round:
-    """Every method once. Where the schedule is the sequential one, its time is both."""
+    """Time both schedules once, and record a sequential call. If both are the same, one call is timed."""
     us: dict[str, float] = {}
     for name in dict.fromkeys(("sequential", spec)):
         us[name] = _time_call(lambda name=name: _run(problem, name, inputs), on)  # type: ignore[misc]
@@ -233,8 +237,9 @@ def _round(problem: Problem, spec: str, inputs: Inputs, on: torch.device) -> Rou
 
 
 def _inputs(problem: Problem, rank: int, seed: int, on: torch.device) -> Inputs:
-    """This rank's a and b, normally distributed, b scaled so that results are of order one, and quantised where operands are
-    FP8; or its tables and bags."""
+    """Draw this rank's a and b, which are quantised if operands are FP8, or its tables and bags.
+
+    a and b are normally distributed. b is scaled so that results are of order one."""
     if isinstance(problem, LookupProblem):
         return LookupInputs.draw(problem, rank, seed, on)
     generator = torch.Generator(device=on).manual_seed((seed * 1009 + rank) % 2**62)
@@ -259,8 +264,7 @@ def _call(problem: Problem, spec: str, inputs: Inputs, spans: list[Span] | None)
 
 
 def _time_call(work: Callable[[], object], on: torch.device) -> float:
-    """Microseconds of `work`, from a common start of all ranks. On GPUs of a second call, which the host makes while the first
-    one runs."""
+    """Return the time of `work` in us after a barrier. On GPUs a second call is timed, which is enqueued during the first."""
     dist.barrier()
     if on.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -283,7 +287,7 @@ def _spans(problem: Problem, spec: str, inputs: Inputs) -> tuple[Span, ...]:
 
 
 def _error(problem: Problem, inputs: Inputs, out: torch.Tensor, rank: int) -> float:
-    """Largest difference from the sequential program in float32, relative to the reference's largest element."""
+    """Return the largest difference from the sequential program in float32, relative to the reference's largest element."""
     if isinstance(inputs, LookupInputs):
         return inputs.error(out, rank)
     a, b = inputs.dequantised(cast(Scaling, problem.scaling)) if isinstance(inputs, ScaledInputs) else inputs
@@ -314,7 +318,7 @@ def _error(problem: Problem, inputs: Inputs, out: torch.Tensor, rank: int) -> fl
 
 
 def _gathered(problem: Problem, a: torch.Tensor) -> torch.Tensor:
-    """all_gather of a over torch.distributed; shards may be uneven, so each is broadcast."""
+    """Gather a over torch.distributed. Shards may be uneven, so each is broadcast."""
     pieces = []
     for rank, (low, high) in enumerate(problem.shards):
         piece = (
@@ -326,7 +330,7 @@ def _gathered(problem: Problem, a: torch.Tensor) -> torch.Tensor:
 
 
 def _exchanged(problem: Problem, rows: torch.Tensor, rank: int) -> torch.Tensor:
-    """all_to_all of rows over torch.distributed."""
+    """Exchange rows by all-to-all over torch.distributed."""
     sent = [high - low for low, high in problem.shards]
     received = rows.new_empty(problem.out_rows(rank), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), [sent[rank]] * problem.world_size, sent)
@@ -334,8 +338,10 @@ def _exchanged(problem: Problem, rows: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def tolerance(schedule: Schedule) -> float:
-    """What rounding allows, relative to the largest element: one rounding to the dtype for the result, one for each partial
-    product that is summed outside a matmul, and float32 accumulation over K within it."""
+    """Return the largest error that rounding allows, relative to the largest element.
+
+    It includes one rounding of the result to the dtype, one of each partial product that is summed outside a matmul, and
+    float32 accumulation over K inside it."""
     problem = schedule.problem
     unit = torch.finfo(getattr(torch, problem.dtype)).eps / 2
     partials = problem.world_size if problem.op in REDUCTIONS else 0
@@ -360,7 +366,7 @@ def _layer_run(name: str, built: Schedule, measured: list[Measured], there: Plan
 
 def _speeds(measured: list[Measured]) -> Speeds:
     def median(time_us: Callable[[tuple[Round, ...]], float]) -> float:
-        """Over rounds, of a time that is taken from one round of all ranks."""
+        """Return the median over rounds of a time that is computed from one round of all ranks."""
         return statistics.median(map(time_us, zip(*(m.rounds for m in measured), strict=True)))
 
     return Speeds(
@@ -373,17 +379,17 @@ def _speeds(measured: list[Measured]) -> Speeds:
 
 
 def _gemm_us(spans: list[Span]) -> float:
-    """The matmul, or the lookup, alone: the slowest rank's."""
+    """Return the slowest rank's time of the matmul, or of the lookup, alone."""
     return max((s.duration_us for s in spans if s.kind in ("gemm", "lookup")), default=0.0)
 
 
 def _collective_us(spans: list[Span]) -> float:
-    """The collective alone: from the moment that the last rank starts it."""
+    """Return the time of the collective alone, from the moment at which the last rank starts it."""
     collectives = [s for s in spans if s.kind == "collective"]
     return max(0.0, max(s.end_us for s in collectives) - max(s.start_us for s in collectives)) if collectives else 0.0
 
 
 def _from_zero(spans: list[Span]) -> tuple[Span, ...]:
-    """Spans of all ranks on one clock that starts with the first of them."""
+    """Return the spans of all ranks with times relative to the first start."""
     zero = min((s.start_us for s in spans), default=0.0)
     return tuple(replace(s, start_us=s.start_us - zero, end_us=s.end_us - zero) for s in spans)

@@ -1,4 +1,4 @@
-"""What `weft run` does at an embedding layer: tables and bags of one rank, the call, and its error."""
+"""`weft run` uses this module for embedding layers: it draws one rank's tables and bags, makes calls, and measures errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from weft.core.span import Span
 from weft.runtime.calls import LookupCall
 
 ROWS = 10_000
-"""Of a table: enough that a CPU's caches hold a small part."""
+"""The number of rows of a table. A CPU's caches hold only a small part of such a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookupInputs:
-    """One rank's tables and bags. The bags are of 0 to twice the problem's K indices."""
+    """LookupInputs has one rank's tables and bags. A bag has from 0 to twice the problem's K indices."""
 
     problem: LookupProblem
     tables: list[torch.Tensor]
@@ -58,7 +58,7 @@ class LookupInputs:
         )
 
     def error(self, out: torch.Tensor, rank: int) -> float:
-        """Largest difference from torch's lookups in float32, relative to the reference's largest element. Collective."""
+        """Return the largest difference from torch's lookups in float32, relative to their largest element. Collective."""
         low, high = self.problem.shards[rank]
         worst, largest = 0.0, 0.0
         for owner, (left, right) in enumerate(self.problem.b_shards):
@@ -73,7 +73,7 @@ class LookupInputs:
         return worst / largest if largest > 0 else worst
 
     def _pooled(self) -> torch.Tensor:
-        """Every table's bags of the whole batch, side by side."""
+        """Return the pooled rows of the whole batch, with the columns of all tables side by side."""
         found = [torch.empty(self.problem.m, 0, device=self.device)]
         for at, table in enumerate(self.tables):
             offsets = self.offsets[at * self.problem.m : (at + 1) * self.problem.m + 1]

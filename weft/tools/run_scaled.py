@@ -1,4 +1,4 @@
-"""FP8 operands of one layer that `weft run` runs: drawn, quantised, and what they stand for."""
+"""`weft run` uses this module for FP8 layers: it quantises the operands, and dequantises them for the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.runtime.scaled_products import dequantised
 
 
 class ScaledInputs(NamedTuple):
-    """FP8 operands, and their scales as weft.core.problem.Scaling has them."""
+    """ScaledInputs has FP8 operands, and their scales in the shapes that weft.core.problem.Scaling requires."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -20,18 +20,19 @@ class ScaledInputs(NamedTuple):
 
     @classmethod
     def of(cls, a: torch.Tensor, b: torch.Tensor, scaling: Scaling) -> ScaledInputs:
-        """Matrices of float32, quantised."""
+        """Quantise matrices of float32."""
         (rows, scale_a), (columns, scale_b) = _quantised(a, scaling, "a"), _quantised(b.t().contiguous(), scaling, "b")
         return cls(rows, columns.t(), scale_a, scale_b.t())
 
     def dequantised(self, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
-        """a and b in float32."""
+        """Return a and b in float32."""
         return dequantised(self.a, self.scale_a, scaling, "a"), dequantised(self.b, self.scale_b, scaling, "b")
 
 
 def _quantised(matrix: torch.Tensor, scaling: Scaling, operand: Literal["a", "b"]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix with K as its last dimension as FP8, and its scales: the largest magnitude of what shares one, over the largest
-    of FP8."""
+    """Return a matrix, whose last dimension is K, in FP8 with its scales.
+
+    A scale is the largest magnitude among the elements that share it, divided by the largest FP8 value."""
     rows, k = matrix.shape
     dtype = getattr(torch, scaling.a if operand == "a" else scaling.b)
     high, wide = {

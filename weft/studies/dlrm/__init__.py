@@ -1,1 +1,1 @@
-"""DLRM at scale, simulated: training on many nodes, with embedding and all-to-all fused or not (arXiv 2305.06942)."""
+"""This package simulates DLRM training on many nodes, with embedding and all-to-all fused or unfused (arXiv 2305.06942)."""

@@ -1,4 +1,4 @@
-"""Fabrics of so many nodes, by the study's names for them."""
+"""This module builds the fabric of a topology and a number of nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DIMENSIONS = {"torus_2d": 2, "torus_3d": 3}
 
 
 def fabric(system: DlrmSystem, topology: Topology, nodes: int) -> SymmetricFabric:
-    """The fabric of a topology. Raises ValueError if there is none of so many nodes."""
+    """Return the fabric of a topology with `nodes` nodes. Raises ValueError if there is none."""
     if topology == "fat_tree":
         leaf = system.tree.leaf
         if nodes < 2 or (nodes > leaf and nodes % leaf):
@@ -25,7 +25,7 @@ def fabric(system: DlrmSystem, topology: Topology, nodes: int) -> SymmetricFabri
 
 
 def torus_dims(nodes: int, dimensions: int) -> tuple[int, ...]:
-    """The most even dimensions of a torus, rising. Raises ValueError if there are none.
+    """Return the most even dimensions of a torus, in rising order. Raises ValueError if there are none.
 
     >>> torus_dims(128, 2), torus_dims(128, 3)
     ((8, 16), (4, 4, 8))

@@ -1,4 +1,4 @@
-"""Iteration: one node's training iterations of a DLRM, kernel by kernel, with embedding and all-to-all fused or not.
+"""This module simulates one node's training iterations of a DLRM, kernel by kernel. Embedding and all-to-all may be fused.
 
     unfused   compute     | lookup | bottom forward | ~~ wait ~~ | repack, interaction, top forward | top backward ..
               all-to-all           | all-to-all ............. ->|
@@ -11,11 +11,11 @@
               all-to-all                                                 | gradients ................... ->|
               all-reduce     | bucket | bucket | (waits: gradients are urgent)                              | bucket | ..
 
-The fused kernel looks up what others wait for first, `slices` slices of it, each for all of them, and its own samples last. It
-puts a slice where it belongs, so nothing is repacked. It is resident on the GPU until its last row is looked up; arrivals are
-waited for by the interaction. Backward is the same with both methods. The optimizer's step and the forward pass of an MLP wait
-for the all-reduces of its own gradients of the iteration before. All nodes do the same: one stands for all
-(weft.studies.fabric.symmetry). Indices are there when an iteration begins.
+The fused kernel first looks up the rows that other nodes need, in `slices` slices. Each slice has rows for all other nodes. It
+looks up the rows for its own samples last. It stores each slice at its final place, so no repacking is needed. It occupies the
+GPU until its last lookup. The interaction waits for the arrivals. The backward pass is the same with both methods. The
+optimizer's step and the forward pass of an MLP wait for the all-reduces of its gradients of the iteration before. All nodes do
+the same, so one represents all (weft.studies.fabric.symmetry). Indices are in memory when an iteration begins.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ from weft.studies.fabric import SymmetricFabric
 from weft.studies.fabric.symmetry import Symmetric
 
 Method = Literal["unfused", "in_place", "fused"]
-"""in_place: the unfused program whose exchange puts each row where it belongs, so that nothing is repacked. It has the fused
-kernel's other advantage, without overlap."""
+"""in_place is the unfused program with an all-to-all that stores each row at its final place, so no repacking is needed. This
+is the advantage that the fused kernel has in addition to overlap."""
 METHODS: tuple[Method, ...] = get_args(Method)
 ITERATIONS = 3
-"""Simulated; the last one's time counts, in which all-reduces of the one before may still be under way."""
+"""The number of simulated iterations. The last one is reported, so that it includes all-reduces left by the one before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationRun:
-    """ns: of an iteration, from one's end to the next one's. spans: of the last one, from 0 on, of a node on all of which the
-    same happens. waits_ns: how long its GPU had nothing to do. log: every event of all iterations.
-    usage: of a link of each kind, over all iterations."""
+    """IterationRun has the results of a node's iterations. All nodes behave in the same way.
+
+    ns: the time from the end of one iteration to the end of the next.
+    spans: the spans of the last iteration, from time 0.
+    log: every event of all iterations.
+    usage: what a link of each kind carried over all iterations.
+    waits_ns: the time in which the GPU is idle."""
 
     method: Method
     nodes: int
@@ -61,7 +65,7 @@ class IterationRun:
 
 
 def run(system: DlrmSystem, fabric: SymmetricFabric, method: Method, iterations: int = ITERATIONS) -> IterationRun:
-    """Simulate so many iterations, at least 2."""
+    """Simulate `iterations` iterations, which must be at least 2."""
     node, links = _one_node(system, fabric, kernels.bags(system, fabric.world_size), method)
     node.env.process(node.train(iterations))
     node.env.run()
@@ -69,7 +73,7 @@ def run(system: DlrmSystem, fabric: SymmetricFabric, method: Method, iterations:
 
 
 def operator_ns(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLookups, method: Method) -> int:
-    """Embedding and all-to-all alone, until a node has all that its samples need."""
+    """Return the time of embedding and all-to-all alone, until a node has all rows that its samples need."""
     node, _ = _one_node(system, fabric, bags, method)
 
     def call() -> Process:
@@ -85,7 +89,7 @@ def _one_node(system: DlrmSystem, fabric: SymmetricFabric, bags: kernels.NodeLoo
 
 
 class Node:
-    """One node's program. All times are the simulation's, in ns."""
+    """Node runs one node's program. All times are simulated, in nanoseconds."""
 
     def __init__(self, network: NodeNetwork, bags: kernels.NodeLookups, method: Method) -> None:
         self.network, self.env, self.system = network, network.env, network.system
@@ -95,7 +99,7 @@ class Node:
         self._lane_ends: dict[str, int] = {}
 
     def train(self, iterations: int) -> Process:
-        """So many iterations."""
+        """Run `iterations` iterations."""
         reduced: dict[str, list[simpy.Event]] = {"bottom": [], "top": []}
         for _ in range(iterations):
             yield from self._ahead(reduced)
@@ -103,7 +107,7 @@ class Node:
             self.ends.append(int(self.env.now))
 
     def _ahead(self, reduced: dict[str, list[simpy.Event]]) -> Process:
-        """Forward. reduced: by MLP, the all-reduces that its step waits for."""
+        """Run the forward pass. reduced: for each MLP, the all-reduces for which its optimizer step waits."""
         pooled = yield from self.pool()
         yield from self._forward("bottom", reduced)
         yield from self.take(pooled)
@@ -122,7 +126,7 @@ class Node:
         yield from self.kernel("reduce", "update", kernels.update_ns(self.system, self.bags))
 
     def result(self, usage: dict[Resource, Carried]) -> IterationRun:
-        """What came of it, once it is over."""
+        """Return the results after the simulation."""
         start, end = self.ends[-2:]
         spans = [_moved(span, start / 1e3) for span in self._spans if round(span.start_us * 1e3) >= start]
         return IterationRun(
@@ -135,17 +139,17 @@ class Node:
         )
 
     def pool(self) -> Process:
-        """Look up what all nodes' samples need; the result is the event of the exchange, which may still be under way."""
+        """Look up the rows that all nodes' samples need. Returns the event of the all-to-all, which may still be running."""
         return (yield from (self._fused() if self.method == "fused" else self._unfused()))
 
     def take(self, pooled: simpy.Event) -> Process:
-        """Have what others looked up for this node's samples, by sample."""
+        """Wait for the rows that others looked up for this node's samples, and order them by sample."""
         yield from self._wait("pooled rows", pooled)
         if self.method == "unfused":
             yield from self.kernel("copy", "repack", kernels.repack_ns(self.system, self.bags))
 
     def _unfused(self) -> Process:
-        """Look up, then exchange; the result is the exchange's event."""
+        """Look up all rows, then start the all-to-all. Returns its event."""
         system = self.system
         launch = round(1e3 * system.launch_us)
         yield from self.kernel("lookup", "lookup", launch + round(1e3 * kernels.lookup_us(system, self.bags)))
@@ -155,7 +159,7 @@ class Node:
         return self.network.all_to_all(name, self.bags.message(self.system.itemsize))
 
     def _fused(self) -> Process:
-        """Look up what others wait for, slice by slice, each put at once; then what this node's samples need."""
+        """Look up the rows for others and send each slice when it is complete, then look up the rows for this node."""
         system, nodes, slices = self.system, self.bags.nodes, self.system.fused.slices
         whole_ns = 1e3 * kernels.lookup_us(system, self.bags, system.fused.occupancy)
         launch = round(1e3 * system.launch_us)
@@ -178,7 +182,7 @@ class Node:
         yield from self.kernel("gemm", f"{mlp} forward", layers * kernels.layer_ns(self.system))
 
     def _backward(self, mlp: str, reduced: dict[str, list[simpy.Event]]) -> Process:
-        """Layer by layer, from the last; a bucket is reduced once its last gradient is there."""
+        """Run the backward pass from the last layer. A bucket's all-reduce starts when its last gradient is computed."""
         reduced[mlp] = []
         for bucket, layers in enumerate(buckets(self.system, self._layers(mlp)), 1):
             each = kernels.layer_ns(self.system) + kernels.weight_gradient_ns(self.system)
@@ -191,7 +195,7 @@ class Node:
         return self.system.model.bottom_layers if mlp == "bottom" else self.system.model.top_layers
 
     def kernel(self, kind: Kind, name: str, ns: int) -> Process:
-        """Keep the GPU busy."""
+        """Keep the GPU busy for `ns` nanoseconds, and record the span."""
         start = int(self.env.now)
         self.network.note(name)
         yield self.env.timeout(ns)
@@ -204,8 +208,9 @@ class Node:
             self._span("compute", "wait", f"wait for {name}", start)
 
     def _traced(self, lane: str, name: str, event: simpy.Event, start: int | None = None) -> simpy.Event:
-        """Have the time until `event` recorded; returns it. start: default now. What waits for others of its lane starts after
-        them."""
+        """Record a span from `start` (default: now) until `event`, and return `event`.
+
+        The span starts after the spans of its lane that end before it."""
         asked = int(self.env.now) if start is None else start
 
         def over(_: simpy.Event) -> None:
@@ -222,7 +227,7 @@ class Node:
 
 
 def buckets(system: DlrmSystem, layers: int) -> Sequence[int]:
-    """How many layers' gradients each bucket has: as many as reach bucket_bytes; the last one has the rest.
+    """Return the number of layers in each bucket. A bucket takes layers until it has bucket_bytes, and the last has the rest.
 
     >>> from weft.studies.dlrm.system import load
     >>> buckets(load(), 29)

@@ -1,20 +1,20 @@
-"""Kernels of a DLRM on one node's GPU: how long each takes, in whole nanoseconds, by weft.perf.terms's model of the GPU.
+"""This module computes the times of a DLRM's kernels on one node's GPU, in whole nanoseconds, by the model in weft.perf.terms.
 
-Tables are spread evenly over the nodes, whole or, where there are more nodes than tables, cut by columns:
+Tables are spread evenly over the nodes. If there are more nodes than tables, each table is split by columns:
 
     tables of a node = tables * cuts / nodes      width of a row there = dim / cuts      cuts = nodes / tables, at least 1
 
-Cuts and widths are rounded up: where they do not divide, all nodes do as one that has a column more.
+Cuts and widths are rounded up. If they do not divide evenly, all nodes take as long as one that has a column more.
 
 | kernel | memory traffic, for the L lookups of a table by all nodes' samples | at |
 | --- | --- | --- |
-| lookup | L (row + index), and writes what is pooled | the rate of gathering |
-| sort | L * sort_bytes: which bags a row is in; needs no gradient | the memory's rate |
+| lookup | L (row + index), and the writes of pooled rows | the rate of gathering |
+| sort | L * sort_bytes. It finds the bags of each row, without gradients | the memory's rate |
 | update | L (gradient row + index) + D (2 rows + 2 states), for D different rows | the rate of gathering |
-| repack | reads and writes what an all-to-all brought, or is to take | the memory's rate |
+| repack | reads and writes all data that an all-to-all has received or will send | the memory's rate |
 
-Rows are read in whole sectors. Indices are uniform, so D = rows (1 - exp(-L / rows)). An update is row-wise Adagrad's, whose
-state is a number a row. MLPs are GEMMs of weft.perf.terms; a weight's gradient may be split along samples, and summed.
+Rows are read in whole sectors. Indices are uniform, so D = rows (1 - exp(-L / rows)). The update is that of row-wise Adagrad,
+which has one number of state per row. MLPs are GEMMs of weft.perf.terms. A weight gradient may use split-K along the samples.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from weft.perf.terms import gemm_cost, gemm_us, hbm_us
 from weft.studies.dlrm.system import DlrmSystem
 
 SPLITS = (1, 2, 4, 8)
-"""Of a weight gradient's samples; the fastest is taken, as cuBLAS does."""
+"""The numbers of parts into which a weight gradient's samples may be split. The fastest is used, as in cuBLAS."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeLookups:
-    """What a node looks up for all nodes. tables: of the node, maybe not whole in number; width: of a row there, elements."""
+    """NodeLookups describes the lookups of a node for all nodes.
+
+    tables: the number of tables of the node, which may be a fraction. width: the elements of a row on this node."""
 
     nodes: int
     batch: int
@@ -41,16 +43,16 @@ class NodeLookups:
 
     @property
     def lookups(self) -> float:
-        """Rows that are read, for the samples of all nodes."""
+        """The number of rows that the node reads for the samples of all nodes."""
         return self.batch * self.tables * self.pooling
 
     def message(self, itemsize: int) -> int:
-        """Bytes that a node has for each other one."""
+        """Return the bytes that a node sends to each other node."""
         return math.ceil(self.batch / self.nodes * self.tables * self.width * itemsize)
 
 
 def require_columns(system: DlrmSystem, nodes: int) -> None:
-    """Raises ValueError if there are more nodes than columns, which `bags` would then have more of than the tables."""
+    """Raise ValueError if there are more nodes than columns of all tables, because each node needs at least one."""
     model = system.model
     columns = model.tables * model.dim
     if nodes > columns:
@@ -60,7 +62,7 @@ def require_columns(system: DlrmSystem, nodes: int) -> None:
 
 
 def bags(system: DlrmSystem, nodes: int) -> NodeLookups:
-    """What a node looks up in an iteration of `nodes` nodes."""
+    """Return the lookups of a node in an iteration on `nodes` nodes."""
     model = system.model
     cuts = max(1, -(-nodes // model.tables))
     tables = model.tables * cuts / nodes
@@ -70,19 +72,19 @@ def bags(system: DlrmSystem, nodes: int) -> NodeLookups:
 
 
 def lookup_us(system: DlrmSystem, bags: NodeLookups, occupancy: float = 1.0) -> float:
-    """Look all of them up, launch not included. occupancy: of the kernel; a gather's rate is that of the reads under way."""
+    """Return the time of the lookups without the launch. A gather's rate is proportional to the kernel's occupancy."""
     row = _sectors(system, bags.width * system.itemsize)
     read = bags.lookups * (row + system.model.index_bytes) / system.gpu.gather_share
     return hbm_us(system.machine, read + bags.message(system.itemsize) * bags.nodes) / occupancy
 
 
 def sort_ns(system: DlrmSystem, bags: NodeLookups) -> int:
-    """Sort a node's indices by row."""
+    """Return the time to sort a node's indices by row."""
     return _kernel_ns(system, hbm_us(system.machine, bags.lookups * system.model.sort_bytes))
 
 
 def update_ns(system: DlrmSystem, bags: NodeLookups) -> int:
-    """Sum up each row's gradients, and apply them."""
+    """Return the time to sum up each row's gradients and apply them."""
     row, state = _sectors(system, bags.width * system.itemsize), _sectors(system, system.itemsize)
     rows, lookups = system.model.rows, bags.batch * bags.pooling
     different = -rows * math.expm1(-lookups / rows)
@@ -91,18 +93,18 @@ def update_ns(system: DlrmSystem, bags: NodeLookups) -> int:
 
 
 def repack_ns(system: DlrmSystem, bags: NodeLookups) -> int:
-    """Between the order by node, in which an all-to-all has it, and that by sample."""
+    """Return the time to reorder rows between the order by node, which an all-to-all uses, and the order by sample."""
     return _kernel_ns(system, hbm_us(system.machine, 2 * bags.message(system.itemsize) * bags.nodes))
 
 
 def layer_ns(system: DlrmSystem) -> int:
-    """One layer's products, forward; or its input's gradient."""
+    """Return the time of one layer's forward GEMM. The gradient of its input takes as long."""
     width = system.model.width
     return _ns(gemm_us(system.machine, system.batch, width, width, system.dtype))
 
 
 def weight_gradient_ns(system: DlrmSystem) -> int:
-    """One layer's weight gradient."""
+    """Return the time of one layer's weight gradient."""
     machine, width = system.machine, system.model.width
 
     def split_us(splits: int) -> float:
@@ -114,7 +116,9 @@ def weight_gradient_ns(system: DlrmSystem) -> int:
 
 
 def interaction_ns(system: DlrmSystem, passes: int) -> int:
-    """The interaction forward (passes=1) or backward (2), at the rate of the GPU's fastest tile, or of reading its input."""
+    """Return the time of the interaction, forward (passes=1) or backward (passes=2).
+
+    The limit is the rate of the GPU's fastest tile, or that of reading the input."""
     machine, model = system.machine, system.model
     best = max(tile.efficiency for tile in system.gpu.tiles)
     math_us = system.batch * model.interaction_mflop / (machine.tflops(system.dtype) * best)
@@ -123,12 +127,12 @@ def interaction_ns(system: DlrmSystem, passes: int) -> int:
 
 
 def step_ns(system: DlrmSystem, layers: int) -> int:
-    """The optimizer's step of so many layers: reads weights and gradients, writes weights."""
+    """Return the time of the optimizer's step of `layers` layers. It reads weights and gradients, and writes weights."""
     return _kernel_ns(system, hbm_us(system.machine, 3 * layers * layer_bytes(system)))
 
 
 def layer_bytes(system: DlrmSystem) -> int:
-    """One layer's weights, or their gradient."""
+    """Return the bytes of one layer's weights. Their gradient has the same size."""
     return system.model.width**2 * system.itemsize
 
 

@@ -1,13 +1,14 @@
-"""Network: what one node asks of a fabric, for the library's collectives and for what fused kernels put, with two priorities.
+"""NodeNetwork sends one node's data over a fabric: the library's collectives, and the puts of fused kernels.
 
     interface    | messages of a put, one after the other | messages of the next put | ..
-    links                                   | put, max-min fair with all else under way ............. |
+    links                                   | put, max-min fair with all other transfers ............ |
 
-A collective of the library takes `fixed_ns` to start, and its bytes hold links 1 / share times as long as they would need.
+A collective of the library takes `fixed_ns` to start. It reaches `share` of a link's rate, so its bytes take 1 / share times as
+long.
 
-Exchanges (all-to-all) are urgent: while one is under way, an all-reduce starts no further step. An all-reduce goes around the
-rings of one axis after the other, and back: a reduce-scatter along axis 0, 1, .., then an all-gather along .., 1, 0.
-All-reduces run one after the other, in the order in which they were asked for.
+An all-to-all has priority: while one is running, an all-reduce does not start its next step. An all-reduce uses the rings of
+one axis after the other: a reduce-scatter along axis 0, 1, .., then an all-gather along .., 1, 0. All-reduces run one after the
+other, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Port(Protocol):
 
 
 class NodeNetwork:
-    """One node's side. axes: lengths of the fabric's rings. log: what was done, as text, by its time."""
+    """NodeNetwork is one node's network.
+
+    axes: the lengths of the fabric's rings. log: the events as text, each with its time."""
 
     def __init__(self, env: simpy.Environment, port: Port, axes: tuple[int, ...], peers: int, system: DlrmSystem) -> None:
         self.env, self.port, self.axes, self.peers, self.system = env, port, axes, peers, system
@@ -47,16 +50,16 @@ class NodeNetwork:
         self.log.append(f"{self.env.now} {what}")
 
     def put(self, name: str, size: float) -> simpy.Event:
-        """Put `size` bytes at each other node; the event is when what they put has arrived here."""
+        """Put `size` bytes into each other node. The returned event triggers when their data has arrived at this node."""
         return self.env.process(self._exchange(name, size))
 
     def all_to_all(self, name: str, size: float) -> simpy.Event:
-        """The library's all-to-all of `size` bytes for each other node; the event is its end."""
+        """Start the library's all-to-all of `size` bytes for each other node. Returns the event of its end."""
         library = self.system.collectives
         return self.env.process(self._exchange(name, size / library.share, library.fixed_ns))
 
     def all_reduce(self, name: str, size: int) -> simpy.Event:
-        """The library's all-reduce of `size` bytes, after those asked for before; the event is its end."""
+        """Queue the library's all-reduce of `size` bytes after earlier all-reduces. Returns the event of its end."""
         self._reduced = self.env.process(self._all_reduce(name, size, self._reduced))
         return self._reduced
 
@@ -73,7 +76,7 @@ class NodeNetwork:
             self._calm = self.env.event()
 
     def _hand_over(self, messages: int) -> Process:
-        """The interface takes a node's messages one after the other."""
+        """Wait until the interface has taken these messages, one after the other."""
         self._interface_free = max(int(self.env.now), self._interface_free) + messages * self.system.message_ns
         yield self.env.timeout(self._interface_free - self.env.now)
 

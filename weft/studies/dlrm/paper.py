@@ -1,7 +1,6 @@
-"""Paper: the figures that arXiv 2305.06942 (fused computation-collective operations) publishes for DLRM, and ours.
+"""This module compares the figures that arXiv 2305.06942 (fused computation-collective operations) publishes with ours.
 
-No number of the DlrmSystem was set for a node count or a configuration. For 128 nodes, 17 % to 25 % is
-accepted.
+No number of the DlrmSystem was set for a single node count or configuration. For 128 nodes, 17 % to 25 % is accepted.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ SEEN = Evidence(
 
 
 def figures(study: DlrmStudy) -> tuple[Figure, ...]:
-    """Every published number that the DlrmStudy has, too."""
+    """Return the published figures, each with the study's value."""
     return published(study.system, study.saved, study.operators)
 
 
 def published(system: DlrmSystem, iteration: float, operators: Sequence[Operator]) -> tuple[Figure, ...]:
-    """The figures, by what fusing saves of the published iteration, and of the operator alone on two nodes.
+    """Return the figures. `iteration` is the share that fusing saves of the published iteration.
 
     The published sweep is over batches and tables. It does not say how many rows are pooled, so its mean is compared with ours
     at the model's pooling, and its maximum with ours over all poolings.

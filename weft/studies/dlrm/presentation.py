@@ -1,4 +1,4 @@
-"""Presentation: the DLRM study as a Study: its tables, charts, spans and record."""
+"""This module defines the Study of DLRM at scale, with its tables, charts and spans."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PARTS = {
     "wait for the MLPs' gradients": ("wait for bottom", "wait for top"),
     "update of the tables": ("update",),
 }
-"""Parts of an iteration, by how the names of their spans begin."""
+"""The parts of an iteration, each with the prefixes of its spans' names."""
 
 
 def facts(system: DlrmSystem) -> list[tuple[str, str]]:
-    """The system in short."""
+    """Return a summary of the system."""
     model = system.model
     return [
         ("System", system.words),
@@ -43,7 +43,7 @@ def facts(system: DlrmSystem) -> list[tuple[str, str]]:
 
 
 def parts(run: IterationRun) -> dict[str, float]:
-    """How long a node's GPU does what, in ms; together they are the iteration."""
+    """Return the time of each part of an iteration in milliseconds. The parts add up to the iteration."""
     found = [span for span in run.spans if span.lane == "compute"]
     return {
         name: sum(span.duration_us for span in found if span.name.startswith(starts)) / 1e3 for name, starts in PARTS.items()
@@ -51,7 +51,7 @@ def parts(run: IterationRun) -> dict[str, float]:
 
 
 def tables(done: DlrmStudy) -> tuple[StudyTable, ...]:
-    """Node counts and topologies, the published iteration by its parts, two nodes, slices."""
+    """Return the tables of node counts, the published iteration by its parts, gains, two nodes, and slices."""
     topology, nodes = PUBLISHED
     ran = (done.unfused, done.in_place, done.fused)
     split = [parts(run) for run in ran]
@@ -79,7 +79,7 @@ def tables(done: DlrmStudy) -> tuple[StudyTable, ...]:
 
 
 def _describe_cuts(system: DlrmSystem, nodes: int) -> str:
-    """Say why iterations take longer with more nodes than tables; "" if no case has so many."""
+    """Return the reason why iterations take longer with more nodes than tables. Empty if no case has more."""
     width = bags(system, nodes).width
     if nodes <= system.model.tables:
         return ""
@@ -91,7 +91,7 @@ def _describe_cuts(system: DlrmSystem, nodes: int) -> str:
 
 
 def _gains(done: DlrmStudy) -> list[Row]:
-    """What storing rows in place saves of the published iteration, and what overlap saves beyond that."""
+    """Return the time that storing rows in place saves in the published iteration, and what overlap saves in addition."""
     whole = done.unfused.ns
     saved = {
         "pooled rows stored in place, not repacked": whole - done.in_place.ns,
@@ -103,7 +103,7 @@ def _gains(done: DlrmStudy) -> list[Row]:
 
 
 def cases_table(cases: Iterable[Case]) -> list[Row]:
-    """Iterations by topology and number of nodes."""
+    """Return the times of iterations by topology and number of nodes."""
     heads = ("topology", "nodes", "axes", "unfused ms", "of it waits", "fused ms", "of it waits", "saved")
     return [heads, *map(_case, cases)]
 
@@ -115,7 +115,7 @@ def _case(case: Case) -> Row:
 
 
 def _operators(operators: Sequence[Operator]) -> list[Row]:
-    """What fusing saves on two nodes, by pooling, for the least work, the most, and all."""
+    """Return the share that fusing saves on two nodes, by pooling: for the least work, for the most, and the mean."""
     rows = []
     for pooling, found in itertools.groupby(sorted(operators, key=lambda o: o.pooling), key=lambda o: o.pooling):
         same = sorted(found, key=lambda o: o.batch * o.tables)
@@ -127,7 +127,7 @@ def _operators(operators: Sequence[Operator]) -> list[Row]:
 
 
 def charts(done: DlrmStudy) -> tuple[Chart, ...]:
-    """An iteration's parts, a node's timelines, and all node counts."""
+    """Return charts of an iteration's parts, a node's timelines, and the time saved by node count."""
     runs = (done.unfused, done.fused)
     split = [parts(run) for run in runs]
     return (
@@ -151,12 +151,12 @@ def charts(done: DlrmStudy) -> tuple[Chart, ...]:
 
 
 def spans(done: DlrmStudy) -> dict[str, tuple[Span, ...]]:
-    """The published iteration on one node that stands for all."""
+    """Return the spans of the published iteration on one node, which represents all."""
     return {f"{PUBLISHED[0]} of {PUBLISHED[1]}, {run.method}": run.spans for run in (done.unfused, done.fused)}
 
 
 def sample(system: DlrmSystem) -> tuple[Figure, ...]:
-    """All figures."""
+    """Return all figures of a system."""
     return published(system, study.case(system, *PUBLISHED).saved, tuple(study.two_nodes(system)))
 
 

@@ -1,6 +1,6 @@
-"""Study: a DLRM's training iteration, fused and not, on every node count and topology of a DlrmSystem, as one value.
+"""This module simulates a DLRM's training iteration, fused and unfused, on all node counts and topologies of a DlrmSystem.
 
-Contract: `run(system)` is a pure function: the same system gives the same DlrmStudy, to the nanosecond. It takes some ten
+Contract: `run(system)` is a pure function: the same system gives the same DlrmStudy, to the nanosecond. It takes about ten
 seconds.
 """
 
@@ -19,27 +19,27 @@ from weft.studies.fabric import Torus
 from weft.studies.profile import Progress
 
 PUBLISHED: tuple[Topology, int] = ("torus_2d", 128)
-"""The case that was published."""
+"""The topology and the number of nodes of the published result."""
 SLICES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ENDS: tuple[iteration.Method, ...] = ("unfused", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Unfused and fused, in ns."""
+    """Times has the unfused and the fused time in nanoseconds."""
 
     unfused_ns: int
     fused_ns: int
 
     @property
     def saved(self) -> float:
-        """Share of the unfused time."""
+        """The saved time, as a share of the unfused time."""
         return 1 - self.fused_ns / self.unfused_ns
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Times):
-    """An iteration. axes: of the fabric. waits: how long the GPU had nothing to do."""
+    """Case has the times of an iteration. `axes` are those of the fabric. The waits are the times in which the GPU is idle."""
 
     topology: Topology
     nodes: int
@@ -50,7 +50,9 @@ class Case(Times):
 
 @dataclass(frozen=True, kw_only=True)
 class Operator(Times):
-    """Embedding and all-to-all alone on two nodes. batch: of both; tables: of each."""
+    """Operator has the times of embedding and all-to-all alone on two nodes.
+
+    batch: the samples of both nodes. tables: the tables of each node."""
 
     batch: int
     tables: int
@@ -59,7 +61,7 @@ class Operator(Times):
 
 @dataclass(frozen=True, kw_only=True)
 class SliceResult:
-    """The published case with another number of slices."""
+    """SliceResult is the time of the published case with another number of slices."""
 
     slices: int
     ns: int
@@ -67,7 +69,7 @@ class SliceResult:
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmStudy:
-    """unfused, in_place, fused: the published case in full."""
+    """DlrmStudy has all results. `unfused`, `in_place` and `fused` are the runs of the published case."""
 
     system: DlrmSystem
     unfused: IterationRun
@@ -79,15 +81,15 @@ class DlrmStudy:
 
     @property
     def saved(self) -> float:
-        """By fusing, of an iteration of the published case."""
+        """The share of an iteration's time that fusing saves in the published case."""
         return 1 - self.fused.ns / self.unfused.ns
 
 
 def run(system: DlrmSystem, progress: Progress = lambda text, done, total: None) -> DlrmStudy:
-    """Simulate all of it. progress: called with what comes next, how much is done, and of how much.
+    """Simulate the whole study. progress: called with the next item, the items done and the total.
 
-    Raises ValueError where a topology has no fabric of so many nodes, or the tables no columns for them, before anything is
-    simulated.
+    Before it simulates anything, it raises ValueError if a topology cannot have a number of nodes, or if the tables have fewer
+    columns than nodes.
     """
     wanted = list(itertools.product(system.topologies, system.nodes))
     for topology, nodes in (PUBLISHED, *wanted):
@@ -119,13 +121,13 @@ def run(system: DlrmSystem, progress: Progress = lambda text, done, total: None)
 def runs(
     system: DlrmSystem, topology: Topology, nodes: int, methods: Sequence[iteration.Method] = iteration.METHODS
 ) -> tuple[IterationRun, ...]:
-    """An iteration with each of these methods."""
+    """Simulate iterations with each of these methods."""
     made = fabric(system, topology, nodes)
     return tuple(iteration.run(system, made, method) for method in methods)
 
 
 def case(system: DlrmSystem, topology: Topology, nodes: int) -> Case:
-    """The same, in short."""
+    """Simulate iterations, unfused and fused, and return their times only."""
     unfused, fused = runs(system, topology, nodes, ENDS)
     return Case(
         topology=topology,
@@ -139,7 +141,7 @@ def case(system: DlrmSystem, topology: Topology, nodes: int) -> Case:
 
 
 def two_nodes(system: DlrmSystem) -> Iterator[Operator]:
-    """The operator alone, in all of the DlrmSystem's combinations, and with as many rows pooled as in the model."""
+    """Simulate the operator alone, in all combinations of the system's `pair` and the pooling of its model."""
     pair = system.pair
     link = Torus(dims=(2,), gbps=pair.gbps, latency_ns=system.link.latency_ns)
     poolings = sorted({*pair.poolings, system.model.pooling})

@@ -1,11 +1,10 @@
-"""System: a DLRM, the GPU of each node, and the fabric between nodes, as numbers, each with its source. One value serves every
-node count, topology and method.
+"""A DlrmSystem describes a DLRM, the GPU of each node and the fabric between nodes by numbers. All node counts, topologies and
+methods use the same value.
 
-Contract: as weft.machine's profiles: a DlrmSystem that exists is complete, every number is from 1e-12 to 1e15 (message_ns and
-sort_bytes may be zero), and `sources` says of each where it is from. weft.studies.profile has what gives a DlrmSystem with one
-number replaced.
+Contract: as in the profiles of weft.machine, a DlrmSystem is complete, every number is from 1e-12 to 1e15 (message_ns and
+sort_bytes may be zero), and `sources` names the source of each. weft.studies.profile returns copies with one number replaced.
 
-Times are nanoseconds, but launch_us, which is a Machine's; rates are 1e9 bytes/s, which is bytes a nanosecond.
+Times are in nanoseconds, except launch_us, which comes from a Machine. Rates are in 1e9 bytes/s, which is bytes per nanosecond.
 """
 
 from __future__ import annotations
@@ -30,10 +29,14 @@ MAY_BE_ZERO = frozenset({"message_ns", "model.sort_bytes"})
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmModel:
-    """tables: in all, each of `rows` rows of `dim` elements, `pooling` of which a sample sums up. index_bytes: an index's.
+    """DlrmModel has the sizes of the model.
 
-    bottom_layers, top_layers: of the MLPs, each width x width. interaction_mflop: of a sample, forward. sort_bytes: memory
-    traffic for each index that is sorted.
+    tables: the number of embedding tables. Each has `rows` rows of `dim` elements.
+    pooling: the number of rows that a sample sums up in each table.
+    index_bytes: the size of an index.
+    bottom_layers, top_layers: the numbers of layers of the two MLPs. A layer's weight is width x width.
+    interaction_mflop: the millions of operations of the interaction for one sample, forward.
+    sort_bytes: the memory traffic to sort one index.
     """
 
     tables: int
@@ -50,7 +53,7 @@ class DlrmModel:
 
 @dataclass(frozen=True, kw_only=True)
 class FabricLink:
-    """One link of the fabric, in each direction. latency_ns: of a hop."""
+    """FabricLink is one link of the fabric. `gbps` is its rate in each direction, `latency_ns` the latency of a hop."""
 
     gbps: float
     latency_ns: int
@@ -58,7 +61,7 @@ class FabricLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
-    """Of the fat tree: nodes on a switch, and how many times less its trunk carries than their links."""
+    """Tree describes the fat tree. A switch has `leaf` nodes. Its trunk has the rate of their links, divided by `taper`."""
 
     leaf: int
     taper: float
@@ -66,8 +69,11 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """The communication library's collectives, kernels of their own. share: of a link's rate that they reach; fixed_ns: before
-    the first byte moves. bucket_bytes: of weight gradients that one all-reduce takes, at least, but for the last."""
+    """Collectives describes the collectives of the communication library, which run as separate kernels.
+
+    share: the share of a link's rate that they reach.
+    fixed_ns: the time before the first byte is sent.
+    bucket_bytes: the least size of the weight gradients that one all-reduce takes. The last may be smaller."""
 
     share: float
     fixed_ns: int
@@ -76,7 +82,10 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """The fused kernel. slices: of what it sends to each peer. occupancy: relative to the plain kernel's."""
+    """Fused describes the fused kernel.
+
+    slices: the number of slices in which it sends its rows to each peer.
+    occupancy: its occupancy relative to the unfused kernel."""
 
     slices: int
     occupancy: float
@@ -84,8 +93,9 @@ class Fused:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The operator alone on two nodes: a link of `gbps`, and all combinations of batches (of both nodes), tables (of each
-    node) and poolings."""
+    """Pair describes the operator alone on two nodes with a link of rate `gbps`.
+
+    All combinations are simulated. A batch is that of both nodes together, and `tables` are those of each node."""
 
     gbps: float
     dim: int
@@ -96,16 +106,17 @@ class Pair:
 
 MOST_NODES = 1 << 16
 MOST_SLICES = 1 << 12
-"""Each is an event of its own, and beyond a few dozen none gains anything."""
+"""Each slice is simulated as an event, and more than a few dozen do not gain anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DlrmSystem:
-    """See the module's text.
+    """DlrmSystem is the simulated system. See the module's text.
 
-    host: the profile of weft.machine that gpu and launch_us are from, but for what the study says of
-    gpu itself. batch: samples of a node. message_ns: of a node's network interface for each
-    message that it sends. nodes, topologies: what the study goes through.
+    host: the profile of weft.machine that gives launch_us, and all numbers of gpu that the study does not set itself.
+    batch: the number of samples of a node.
+    message_ns: the time of a node's network interface for each message that it sends.
+    nodes, topologies: the node counts and topologies that the study simulates.
     """
 
     name: str
@@ -148,17 +159,17 @@ class DlrmSystem:
 
     @cached_property
     def machine(self) -> Machine:
-        """A node's GPU, for weft.perf.terms."""
+        """The machine with a node's GPU, as weft.perf.terms expects it."""
         return dataclasses.replace(machine.load(self.host), gpu=self.gpu, launch_us=self.launch_us)
 
     def assumed(self) -> tuple[str, ...]:
-        """Paths of the numbers that no source gives."""
+        """Return the paths of the numbers that are assumed because no source gives them."""
         return profile.assumed(self)
 
 
 @cache
 def load() -> DlrmSystem:
-    """The shipped profile: fused computation-collectives, arXiv 2305.06942, on the GPU of its `host`'s profile."""
+    """Return the shipped profile, which describes the system of arXiv 2305.06942 with the GPU of its `host`'s profile."""
     data = json.loads(PROFILE.read_text(encoding="utf-8"))
     host = machine.load(data["host"])
     data |= {"gpu": codec.dump(host.gpu) | data["gpu"], "launch_us": host.launch_us}

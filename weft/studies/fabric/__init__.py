@@ -1,4 +1,4 @@
-"""Fabrics: how many GPUs are connected, and what they do there when all do the same (symmetry.py)."""
+"""Fabrics connect many GPUs (topology.py). If all ranks do the same, one rank represents all (symmetry.py)."""
 
 from weft.studies.fabric.topology import FatTree, SymmetricFabric, Torus
 

@@ -1,15 +1,15 @@
-"""Symmetry: one rank of a fabric on which all ranks do the same at the same time, so that what it sends is also what arrives.
+"""Symmetric simulates one rank of a fabric on which all ranks do the same at the same time.
 
-On a SymmetricFabric, messages that differ in their sender alone have the same rate, and all links of a kind carry the same.
-So a simulation of all N ranks need not have N: a message of one rank stands for N, and loads one link of each kind that it
-crosses as all N load all links of that kind,
+On a SymmetricFabric, messages that differ only in their sender have the same rate, and all links of a kind carry the same load.
+So one rank is enough to simulate N ranks. A message of this rank represents N messages. It loads one link of each kind on its
+path as the N messages load each link of that kind on average:
 
     crossings of a link = links of the kind on the path * N / links of that kind.
 
-An all-to-all has N - 1 messages of the rank. Those that cross the same kinds of links have the same rate at any time (the
-first of their kinds that is full sets it), hence are one flow whose load is the sum of theirs: 8 flows on a torus of two
-dimensions, 26 on one of three, whatever N is. What remains is exact: tests/studies/test_dlrm.py compares it with all
-ranks and links.
+In an all-to-all the rank sends N - 1 messages. Messages that cross the same kinds of links have the same rate at any time, so
+they are merged into one flow with the sum of their loads. This gives 8 flows on a two-dimensional torus and 26 on a
+three-dimensional one, for any N. The results are exact: tests/studies/test_dlrm.py compares them with a simulation of all ranks
+and links.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weft.studies.fabric.topology import SymmetricFabric
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Messages of one rank that cross the same kinds of links. delay_ns: of the longest path."""
+    """Route is the messages of one rank that cross the same kinds of links. `delay_ns` is the latency of the longest path."""
 
     load: Load
     delay_ns: int
@@ -36,7 +36,7 @@ class Route:
 
 @dataclass
 class Symmetric(Fluid):
-    """The links of `fabric` as one rank sees them, by kind. See the module's text."""
+    """Symmetric simulates the links of `fabric` for one rank, one link of each kind. See the module's text."""
 
     fabric: SymmetricFabric
 
@@ -45,13 +45,13 @@ class Symmetric(Fluid):
         return self.fabric.rate(resource)
 
     def all_to_all(self, size: float) -> simpy.Event:
-        """Send `size` bytes to each other rank; the event is when the last of what is sent to this one has arrived."""
+        """Send `size` bytes to each other rank. The returned event triggers when all data for this rank has arrived."""
         return self.env.all_of(
             [self.env.process(self._carry(size, route)) for route in routes(self.fabric, range(1, self.fabric.world_size))]
         )
 
     def shift(self, axis: int, size: float) -> simpy.Event:
-        """Send `size` bytes to the next rank of an axis; the event is when those of the one before have arrived."""
+        """Send `size` bytes to the next rank of an axis. The event triggers when the previous rank's data has arrived."""
         (route,) = routes(self.fabric, (self.fabric.after(0, axis),))
         return self.env.process(self._carry(size, route))
 
@@ -62,7 +62,7 @@ class Symmetric(Fluid):
 
 @functools.lru_cache(maxsize=64)
 def routes(fabric: SymmetricFabric, peers: Sequence[int]) -> tuple[Route, ...]:
-    """What rank 0's messages to `peers`, a range or a tuple, of one size, load, by the kinds that they cross.
+    """Return the routes of rank 0's messages of equal size to `peers`, which is a range or a tuple.
 
     >>> from weft.studies.fabric.topology import Torus
     >>> ring = Torus(dims=(5,), gbps=1.0, latency_ns=7)

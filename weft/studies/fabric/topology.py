@@ -1,8 +1,8 @@
-"""Topologies: the links that a message uses from one rank to another, and their rates.
+"""A topology gives the links that a message uses from one rank to another, and their rates.
 
-    torus    neighbours of every dimension have a link in each direction (one dimension is a ring). A message follows the first
-             dimension, then the second, in the shorter direction; upwards if both are equal
-    fat tree each rank has a port out and a port in, and each leaf switch a trunk in each direction to all others
+    torus    Neighbours in every dimension have a link in each direction (one dimension is a ring). A message follows the first
+             dimension, then the second, each in the shorter direction. If both are equal, it goes upwards.
+    fat tree Each rank has a port out and a port in. Each leaf switch has a trunk in each direction to all others.
 
 Rates are usable rates for each direction in 1e9 bytes/s, which is bytes per nanosecond. Ranks count from 0. In a torus,
 neighbours of the first dimension have consecutive numbers.

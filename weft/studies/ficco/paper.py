@@ -1,8 +1,8 @@
-"""Paper: the figures that FiCCO publishes, and the same ones of a FiccoStudy, side by side.
+"""This module compares the figures that FiCCO publishes with those of a FiccoStudy.
 
-What counts as reproduced is a range around each, set before the comparison. No constant of the machine was set for a scenario.
-Source of all published values: FiCCO, arXiv 2512.10236: abstract, and for what peer to peer and a wrong choice lose, its
-evaluation.
+The accepted range of each figure was set before the comparison. No constant of the machine was set for a single scenario. All
+published values are from FiCCO, arXiv 2512.10236. The losses of peer to peer and of a wrong choice are from its evaluation, the
+others from its abstract.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BY_CONSTRUCTION = Evidence(
 
 
 def figures(study: FiccoStudy) -> tuple[Figure, ...]:
-    """Every published number that the FiccoStudy has, too. Maxima are over all scenarios, or are none of FiCCO's."""
+    """Return the published figures that the study has. The maxima are left out unless it has all of FiCCO's scenarios."""
     unseen = study.unseen
     exact, costs = chosen_exactly(unseen), wrong_costs(unseen)
     return (
@@ -37,7 +37,7 @@ def figures(study: FiccoStudy) -> tuple[Figure, ...]:
 
 
 def maxima(mesh: Sequence[Scenario]) -> tuple[Figure, ...]:
-    """The published maxima over these scenarios."""
+    """Return the figures that are maxima, over these scenarios."""
     p2p, ideal = max(one.p2p_loss for one in mesh), max(one.ideal for one in mesh)
     best = max(one.speedup(one.bespoke) for one in mesh)
     return (
@@ -49,9 +49,11 @@ def maxima(mesh: Sequence[Scenario]) -> tuple[Figure, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """What a topology does: geometric means and maxima over scenarios. p2p_loss: times sequential's. bespoke: speed-up of the
-    best of FiCCO's four; over_p2p: its speed-up over peer to peer, and of what sequential takes more than the ideal, realised:
-    the share that the best of FiCCO's four saves."""
+    """Topology has the results of a topology. Pairs are the geometric mean and the maximum over scenarios.
+
+    p2p_loss: the time of peer to peer, divided by that of sequential.
+    bespoke, over_p2p: the speed-ups of the best of FiCCO's four, over sequential and over peer to peer.
+    realised: the mean share of the ideal's gain that the best of FiCCO's four reaches."""
 
     name: str
     p2p_loss: tuple[float, float]
@@ -61,7 +63,7 @@ class Topology:
 
 
 def topologies(study: FiccoStudy) -> Iterator[Topology]:
-    """The mesh, and the same behind a switch."""
+    """Yield the results of the mesh, and of the same GPUs behind a switch."""
     for name, found in (("full mesh", study.mesh), ("switch", study.switch)):
         yield Topology(
             name=name,
@@ -95,7 +97,7 @@ class ChooserScore:
 
 
 def choosers(study: FiccoStudy) -> Iterator[ChooserScore]:
-    """The ranking, and always the same schedule."""
+    """Yield the scores of the ranking, and of always choosing the best single schedule."""
     yield _chooser("the ranking", study.unseen)
     fixed = {name: [replace(one, scored=name) for one in study.unseen] for name in CHOSEN_FROM}
     best = min(fixed, key=lambda name: sum(one.wrong_by for one in fixed[name]))

@@ -1,4 +1,4 @@
-"""Presentation: FiCCO's evaluation as a Study: its tables, charts, spans and record."""
+"""This module defines the Study of FiCCO's evaluation, with its tables, charts and spans."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SHORT = {
     "uniform_fused_2d": "uf-2D",
     "flag_gated": "gated",
 }
-"""The schedules of a FiccoStudy, as narrow columns name them."""
+"""The short names of schedules, for narrow columns."""
 CONCCL_CONTENTION = 1.2
-"""Collectives by copy engines reach 0.66 to 0.72 of the ideal speed-up with concurrent GEMMs on this machine (ConCCL, arXiv
-2412.14335). If both slow by s while both run, a pair of lengths 1 and r takes 1 + r (s - 1); with r = 3/4, s is 1.23 and
-1.18."""
+"""The factor by which GEMMs and copies slow each other down. On this machine, collectives by copy engines with concurrent GEMMs
+reach 0.66 to 0.72 of the ideal speed-up (ConCCL, arXiv 2412.14335). If both slow by s while both run, a pair of lengths 1 and r
+takes 1 + r (s - 1). With r = 3/4, s is 1.23 and 1.18."""
 LOSSES: dict[str, Callable[[Signature], float]] = {
     "GEMM DIL": lambda found: found.gemm_dil,
     "GEMM CIL": lambda found: math.nan if found.gemm_cil is None else found.gemm_cil,
@@ -42,7 +42,7 @@ LOSSES: dict[str, Callable[[Signature], float]] = {
 
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
-    """The machine in short."""
+    """Return a summary of the machine."""
     links = f"{machine.world_size - 1} of {machine.links.gbps:g} GB/s each way"
     return [
         ("Machine", machine.description),
@@ -52,8 +52,8 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
 
 
 def tables(done: FiccoStudy) -> tuple[StudyTable, ...]:
-    """Scenarios on the mesh and behind a switch, choices, and losses."""
-    # A correlation over one or two scenarios says nothing.
+    """Return the tables of scenarios on the mesh and behind a switch, of choices, and of losses."""
+    # A correlation over one or two scenarios has no meaning.
     several = len(done.mesh) > 2
     whole = "" if done.whole else f"; FiCCO's maxima are over all {len(FICCO_GEMMS)} scenarios, these are a part"
     return (
@@ -84,7 +84,7 @@ def tables(done: FiccoStudy) -> tuple[StudyTable, ...]:
 
 
 def variants(done: FiccoStudy, progress: Progress) -> tuple[StudyTable, ...]:
-    """What contention beyond the memory's rate does, and staging: rows that are copied together around a cuBLAS GEMM."""
+    """Simulate the effects of more contention, and of staging, which copies rows together around a cuBLAS GEMM."""
     machines = {
         "as it is": done.machine,
         "nothing is staged": replace(done.machine, stages=False),
@@ -104,7 +104,7 @@ def variants(done: FiccoStudy, progress: Progress) -> tuple[StudyTable, ...]:
 
 
 def scenarios_table(found: Iterable[Scenario]) -> list[Row]:
-    """Both halves alone in milliseconds, speed-ups over sequential, and what the heuristic chooses."""
+    """Return a row per scenario: both halves alone in ms, speed-ups over sequential, and the heuristic's choice."""
     heads = ("GEMM", "M x N x K", "GEMM ms", "AG ms", "ideal", *(SHORT[name] for name in COMPARED[1:]), "heuristic")
     return [heads, *map(_scenario, found)]
 
@@ -136,7 +136,7 @@ def _choosers(done: FiccoStudy) -> list[Row]:
 
 
 def losses_table(done: FiccoStudy) -> list[Row]:
-    """Of each scenario and each of FiCCO's four: DIL and CIL of the GEMM, then of the communication."""
+    """Return a row per scenario with DIL and CIL of the GEMM and of the communication, for each of FiCCO's four."""
     heads = (f"{SHORT[name]} {half}" for half in ("GEMM", "comm.") for name in BESPOKE)
     return [("GEMM", "op/byte", "MiB", "M/K", *heads), *(_losses(done, one) for one in done.mesh)]
 
@@ -152,7 +152,7 @@ def _losses(done: FiccoStudy, one: Scenario) -> Row:
 
 
 def correlations_table(done: FiccoStudy) -> list[Row]:
-    """How each loss of each of FiCCO's four goes with static sizes: rank correlations."""
+    """Return the rank correlations of each loss of each of FiCCO's four with static sizes."""
     return [("schedule", "loss", *SIZES), *_correlations(done)]
 
 
@@ -161,7 +161,7 @@ def _correlations(done: FiccoStudy) -> Iterator[Row]:
         for name, of in LOSSES.items():
             losses = _of_family(done, family)
             known = correlations(losses, done.machine, of)
-            # A loss that is the same everywhere goes with nothing.
+            # A correlation needs losses that differ.
             varies = len({round(of(found), 3) for found in losses}) > 2
             yield (family, name, *(f"{known[size]:+.2f}" if varies else "-" for size in SIZES))
 
@@ -171,7 +171,7 @@ def _of_family(done: FiccoStudy, family: str) -> list[Signature]:
 
 
 def charts(done: FiccoStudy) -> tuple[Chart, ...]:
-    """Speed-ups on the mesh and behind a switch, and losses against static sizes."""
+    """Return charts of speed-ups on the mesh and behind a switch, and of losses against static sizes."""
     losses = [
         PointChart(name=f"loss{place}", title=f"{loss} against static sizes", panels=_points(done, of))
         for place, (loss, of) in enumerate(LOSSES.items())
@@ -199,12 +199,12 @@ def _points(done: FiccoStudy, loss: Callable[[Signature], float]) -> dict[str, d
 
 
 def changed(machine: Machine, settings: Mapping[str, str]) -> Machine:
-    """The machine with these settings, and with what goes along with them."""
+    """Return the machine with these settings and the numbers that follow from them."""
     return machine.what_if(settings)
 
 
 def of(cases: Sequence[GemmCase]) -> Study:
-    """The study of these scenarios. Both sweeps go by estimates."""
+    """Return the study of these scenarios. Both sweeps use estimates."""
 
     def sample(machine: Machine) -> tuple[Figure, ...]:
         return maxima([study.estimated(machine, case) for case in cases])
@@ -213,7 +213,7 @@ def of(cases: Sequence[GemmCase]) -> Study:
 
 
 def only(names: Sequence[str]) -> Study:
-    """The study of the scenarios that have these names. Raises ValueError for a name that FiCCO's list lacks."""
+    """Return the study of the named scenarios. Raises ValueError for a name that is not in FiCCO's list."""
     return of(tuple(map(ficco_gemm, names)))
 
 

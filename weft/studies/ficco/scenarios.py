@@ -1,7 +1,7 @@
-"""Scenarios that FiCCO's heuristic has not seen: GEMMs drawn from weft's models, none of them one of the paper's sixteen.
+"""This module draws scenarios to test FiCCO's heuristic: GEMMs of weft's models that are not among the paper's sixteen.
 
-Three of four are a forward pass: M tokens before a matmul that is sharded by columns. One of four is of the kind of the paper's
-g1, g3, g5 and g7, whose K is tokens: a weight's gradient. Tokens are log-uniform in the range that the paper's have, whole
+Three in four are forward passes: M tokens before a matmul that is sharded by columns. One in four is a weight gradient, whose K
+is the number of tokens, as in the paper's g1, g3, g5 and g7. The numbers of tokens are log-uniform in the paper's range, and
 multiples of 2048.
 """
 
@@ -23,12 +23,12 @@ _MULTIPLE = 2048
 
 
 def unseen(count: int = COUNT) -> tuple[GemmCase, ...]:
-    """So many different scenarios, always the same; u1 is the first."""
+    """Return `count` different scenarios, named u1, u2 and so on. They are the same in every call."""
     return drawn([model for model in map(load_model, preset_names()) if model.hidden], count, SEED)
 
 
 def drawn(models: Sequence[Model], count: int, seed: int) -> tuple[GemmCase, ...]:
-    """So many different scenarios of these models; u1 is the first."""
+    """Return `count` different scenarios of these models, named u1, u2 and so on."""
     known = {(case.m, case.n, case.k) for case in FICCO_GEMMS}
     return tuple(islice(_new(known, models, random.Random(seed)), count))
 

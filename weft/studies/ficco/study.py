@@ -1,5 +1,5 @@
-"""Study: FiCCO's evaluation, simulated on one Machine. The schedules are weft's own, as `weft run` executes them. The machine,
-the sixteen GEMMs and the comparisons are FiCCO's.
+"""This module simulates FiCCO's evaluation on one Machine. The schedules are weft's own, as `weft run` executes them. The
+machine, the sixteen GEMMs and the comparisons are FiCCO's.
 
     sequential     NCCL's all-gather, which drives all links at once, then cuBLAS's GEMM
     ideal          the longer of these two alone
@@ -33,7 +33,7 @@ MACHINE = "mi300x8"
 BESPOKE = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
 """FiCCO's four schedules."""
 COMPARED = ("sequential", "shard_p2p", *BESPOKE, "flag_gated")
-"""flag_gated is not FiCCO's: one GEMM whose tiles wait for chunks, which decomposes nothing (AMD's Iris)."""
+"""The compared schedules. flag_gated comes from AMD's Iris: one undivided GEMM whose tiles wait for chunks."""
 CHOSEN_FROM = ("sequential", *BESPOKE)
 """The candidates of the heuristic."""
 
@@ -68,7 +68,7 @@ class Scenario:
 
     @property
     def exact(self) -> bool:
-        """Whether no candidate is faster than the heuristic's choice."""
+        """True if the heuristic's choice is a fastest candidate."""
         return self.us[self.scored] == self.best_us
 
     @property
@@ -102,7 +102,7 @@ class FiccoStudy:
 
     @property
     def whole(self) -> bool:
-        """Whether all of FiCCO's GEMMs are included. Its maxima are over all of them."""
+        """True if the study includes all of FiCCO's GEMMs, as its published maxima do."""
         return {one.case for one in self.mesh} >= set(FICCO_GEMMS)
 
 
@@ -164,14 +164,15 @@ def run(
 
 
 def simulated(machine: Machine, case: GemmCase, names: Sequence[str] = COMPARED) -> dict[str, Outcome]:
-    """One GEMM by each of these schedules; a chunk a rank and shard where chunks are free."""
+    """Simulate one GEMM with each of these schedules. Where the number of chunks is free, a shard has one for each rank."""
     problem = case.problem(machine.world_size)
     return {name: engine.run(build(problem, name, fan_out=machine.fans_out), machine) for name in names}
 
 
 def estimated(machine: Machine, case: GemmCase) -> Scenario:
-    """One GEMM as the ranking estimates it for the schedules that FiCCO's maxima are of: within 3% of the simulation, and some
-    hundred times as fast."""
+    """Estimate one GEMM by the ranking, with the schedules of FiCCO's maxima.
+
+    The result is within 3% of the simulation, about a hundred times as fast."""
     problem = case.problem(machine.world_size)
     us = estimates(problem, machine, (*CHOSEN_FROM, "shard_p2p"))
     return Scenario(
@@ -184,7 +185,7 @@ def estimated(machine: Machine, case: GemmCase) -> Scenario:
 
 
 def scenario(machine: Machine, case: GemmCase, names: Sequence[str] = COMPARED) -> Scenario:
-    """One GEMM as these schedules run it."""
+    """Simulate one GEMM with these schedules."""
     return _scenario(machine, case, simulated(machine, case, names))
 
 
@@ -200,7 +201,7 @@ def _scenario(machine: Machine, case: GemmCase, outcomes: Mapping[str, Outcome])
 
 
 def calls(study: FiccoStudy) -> dict[str, tuple[Span, ...]]:
-    """Every scenario of the mesh as sequential and the fastest of FiCCO's four run it, as spans: by title."""
+    """Return the spans of every scenario of the mesh under sequential and the fastest of FiCCO's four, by title."""
     found: dict[str, tuple[Span, ...]] = {}
     for one in study.mesh:
         problem = one.case.problem(study.machine.world_size)
@@ -211,22 +212,22 @@ def calls(study: FiccoStudy) -> dict[str, tuple[Span, ...]]:
 
 
 def signatures(machine: Machine, outcomes: Mapping[str, Outcome]) -> tuple[Signature, ...]:
-    """What each of FiCCO's four loses, to decomposition and to contention. outcomes: by name, of one GEMM."""
+    """Return the losses of FiCCO's four to decomposition and to contention. outcomes: those of one GEMM by schedule."""
     found = [outcomes[name] for name in BESPOKE]
     return tuple(signature(one.schedule, machine, predicted(one.schedule, one, machine)) for one in found)
 
 
 def pick(problem: Problem, machine: Machine) -> str:
-    """What the ranking (weft.perf.ranking) puts first of CHOSEN_FROM, in world_size chunks a shard as FiCCO has them."""
+    """Return the schedule in CHOSEN_FROM that the ranking (weft.perf.ranking) puts first, with world_size chunks per shard."""
     us = estimates(problem, machine, CHOSEN_FROM)
     return min(us, key=us.__getitem__)
 
 
 def chosen_exactly(scenarios: Sequence[Scenario]) -> float:
-    """Share of scenarios in which the heuristic chooses the fastest."""
+    """Return the share of scenarios in which the heuristic chooses the fastest."""
     return statistics.fmean(one.exact for one in scenarios)
 
 
 def wrong_costs(scenarios: Sequence[Scenario]) -> float:
-    """What a choice that is not the fastest loses on average; 0 where there is none."""
+    """Return the mean loss of the choices that are not the fastest. 0 if all are the fastest."""
     return statistics.fmean([one.wrong_by for one in scenarios if not one.exact] or [0.0])

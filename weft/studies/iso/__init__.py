@@ -1,2 +1,2 @@
-"""ISO (arXiv 2409.11155), simulated: a prompt's sequence is split into two halves, and the all-reduce of one half runs
-while the other half computes."""
+"""This package simulates ISO (arXiv 2409.11155), which splits a prompt's sequence into two halves. The all-reduce of one half
+runs while the other half computes."""

@@ -1,4 +1,4 @@
-"""Presentation: ISO as a Study: its figure, tables, charts and spans."""
+"""This module defines the Study of ISO, with its figure, tables, charts and spans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT = {"nccl": "plain", "nccl+priority": "priority", "nccl+priority+ctas=16": 
 
 
 def facts(machine: Machine) -> list[tuple[str, str]]:
-    """The machine in short."""
+    """Return a summary of the machine."""
     return [
         ("Machine", f"{machine.description}, {machine.links.gbps:g} GB/s a GPU"),
         ("Model", f"{MODEL}, one decoder layer, prefill"),
@@ -35,7 +35,7 @@ def facts(machine: Machine) -> list[tuple[str, str]]:
 
 
 def figures(done: IsoStudy) -> tuple[Figure, ...]:
-    """The one published figure that this machine has."""
+    """Return the one published figure for this machine."""
     return _saved(done.runs)
 
 
@@ -44,18 +44,18 @@ def _saved(runs: Sequence[PromptRun]) -> tuple[Figure, ...]:
 
 
 def sample(machine: Machine) -> tuple[Figure, ...]:
-    """The same, without weft's own overlap."""
+    """Return the figure of a machine without planning weft's own overlap, which it does not need."""
     layer = LayerModel(machine, machine.world_size)
     return _saved([study.prompt(layer, tokens, overlapped=False) for tokens in study.TOKENS])
 
 
 def tables(done: IsoStudy) -> tuple[StudyTable, ...]:
-    """Prompt lengths: both halves alone, the three programs, and what they save."""
+    """Return a table by prompt length: computation and all-reduces alone, the three programs, and what they save."""
     return (StudyTable(name="prompts", title=f"A layer's prefill. Phases: {PHASES}", rows=_prompts(done.runs), words=(9,)),)
 
 
 def variants(done: IsoStudy, progress: Progress) -> tuple[StudyTable, ...]:
-    """The same on H200s, whose collectives slow a computation by as much as was measured."""
+    """Simulate the study on H200s, for which the slowdown of a computation by a concurrent collective was measured."""
     machine = load_machine("h200x8")
     found = []
     for at, ranks in enumerate((2, 8)):
@@ -81,7 +81,7 @@ def _prompt(run: PromptRun) -> Row:
 
 
 def charts(done: IsoStudy) -> tuple[Chart, ...]:
-    """What each program saves, by prompt length."""
+    """Return a chart of the time that each program saves by prompt length."""
     saved = {
         "ISO": [100 * run.iso_saved for run in done.runs],
         "weft's overlap": [100 * run.weft_saved for run in done.runs],
@@ -92,17 +92,17 @@ def charts(done: IsoStudy) -> tuple[Chart, ...]:
 
 
 def spans(done: IsoStudy) -> dict[str, tuple[Span, ...]]:
-    """Each phase of the longest prompt."""
+    """Return the spans of each phase of the longest prompt."""
     return LayerModel(done.machine, done.machine.world_size).spans(done.runs[-1].tokens)
 
 
 def changed(machine: Machine, settings: Mapping[str, str]) -> Machine:
-    """The machine with these settings, and with what goes along with them."""
+    """Return the machine with these settings and the numbers that follow from them."""
     return machine.what_if(settings)
 
 
 def run(machine: Machine, progress: Progress) -> IsoStudy:
-    """All prompt lengths."""
+    """Simulate all prompt lengths."""
     return study.run(machine, progress=progress)
 
 

@@ -1,4 +1,4 @@
-"""Study: what splitting the sequence gains in prefill, compared with the sequential program and with weft's own overlap.
+"""This module simulates the gain of ISO in prefill, compared with the sequential program and with weft's own overlap.
 
 A decoder layer under tensor parallelism has two parts, attention and MLP, each of which ends with an all-reduce. ISO splits the
 tokens of a prompt into two halves, a and b, and lets each all-reduce run while the other half computes:
@@ -6,17 +6,17 @@ tokens of a prompt into two halves, a and b, and lets each all-reduce run while 
     compute      attention a | attention b    | MLP a          | MLP b          | attention a of the next layer | ..
     all-reduce               | of attention a | of attention b | of MLP a       | of MLP b                      | ..
 
-Each column but the first is one weft Schedule: a ConcurrentProblem with the computation of one half and the all-reduce of the
-other, two streams, simulated by the engine with what it knows of SMs that a collective holds. A layer takes the four phases of
-the steady state. Half b attends to the keys of both halves, so its attention takes longer.
+Each column except the first is one weft Schedule. Its ConcurrentProblem has the computation of one half and the all-reduce of
+the other on two streams. The engine includes the SMs that a collective occupies. A layer takes the four phases of the steady
+state. Half b attends to the keys of both halves, so its attention takes longer.
 
     sequential   attention, all-reduce, MLP, all-reduce, each on all tokens
     iso          the four phases
-    weft         sequence parallelism: all_gather_matmul before each part and matmul_reduce_scatter behind it, by the schedules
-                 that weft's planner takes; attention itself in between
+    weft         sequence parallelism: all_gather_matmul before each part and matmul_reduce_scatter after it, with the schedules
+                 that weft's planner chooses; attention itself in between
 
-Contract: `run(machine)` is a pure function. Attention is priced as the two products that it consists of, half of which a causal
-mask leaves; norms and rotary embeddings are left out of all three programs.
+Contract: `run(machine)` is a pure function. The time of attention is that of its two matrix products, of which a causal mask
+leaves half. Norms and rotary embeddings are left out of all three programs.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ from weft.studies.profile import Progress
 
 MACHINE = "a100x8"
 A800_LINKS = 400 / 600
-"""NVLink of an A800 over that of an A100 (NVIDIA's data sheets, GB/s, sum of both directions)."""
+"""The NVLink rate of an A800 divided by that of an A100 (NVIDIA's data sheets, GB/s, sum of both directions)."""
 MODEL = "llama3-70b"
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DTYPE: DType = "bfloat16"
 METHODS = ("nccl", "nccl+priority", "nccl+priority+ctas=16")
-"""How the two streams of a phase share the GPU; the fastest is taken, as a user who tries them would."""
+"""The ways in which the two streams of a phase can share the GPU. The fastest is used, as by a user who tries them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptRun:
-    """One prompt length: us of a layer by each program. compute_us, all_reduce_us: both parts of the sequential program, and
-    its two all-reduces. halves_us: the computation by halves, alone. weft_us: None where it was not planned. methods: of ISO's
-    four phases."""
+    """PromptRun has the times of a layer in each program for one prompt length.
+
+    compute_us, all_reduce_us: the computation and the two all-reduces of the sequential program.
+    halves_us: the computation by halves, alone.
+    iso_us, weft_us: the times with ISO, and with weft's overlap. The latter is None if it was not planned.
+    methods: the schedules of ISO's four phases."""
 
     tokens: int
     compute_us: float
@@ -67,39 +70,39 @@ class PromptRun:
 
     @property
     def iso_saved(self) -> float:
-        """Share of the sequential time."""
+        """The share of the sequential time that ISO saves."""
         return 1 - self.iso_us / self.sequential_us
 
     @property
     def weft_saved(self) -> float:
-        """Share of the sequential time. Raises ValueError where weft's overlap was not planned."""
+        """The share of the sequential time that weft saves. Raises ValueError if weft's overlap was not planned."""
         if self.weft_us is None:
             raise ValueError("weft_us is None; plan weft's overlap, too")
         return 1 - self.weft_us / self.sequential_us
 
     @property
     def bound(self) -> float:
-        """What would be saved if only the longer of computation and communication were left, whole or by halves."""
+        """The share that would be saved if the shorter of computation and communication were hidden completely."""
         return 1 - max(min(self.compute_us, self.halves_us), self.all_reduce_us) / self.sequential_us
 
 
 @dataclass(frozen=True, kw_only=True)
 class IsoStudy:
-    """All prompt lengths on one machine."""
+    """IsoStudy has the results of all prompt lengths on one machine."""
 
     machine: Machine
     runs: tuple[PromptRun, ...]
 
 
 def load() -> Machine:
-    """Eight A800s: A100s whose NVLink has two thirds of the rate."""
+    """Return a machine with eight A800s, which are A100s whose NVLink has two thirds of the rate."""
     machine = load_machine(MACHINE)
     changed = machine.what_if({"links.gbps": repr(machine.links.gbps * A800_LINKS)})
     return replace(changed, name="a800x8", description="8 x NVIDIA A800 80 GB SXM on NVSwitch")
 
 
 def run(machine: Machine, tokens: Sequence[int] = TOKENS, progress: Progress = lambda text, done, total: None) -> IsoStudy:
-    """Simulate all prompt lengths. progress: called with what comes next, how much is done, and of how much."""
+    """Simulate all prompt lengths. progress: called with the next item, the items done and the total."""
     found = []
     for at, length in enumerate(tokens):
         progress(f"{length} tokens", at, len(tokens))
@@ -108,7 +111,7 @@ def run(machine: Machine, tokens: Sequence[int] = TOKENS, progress: Progress = l
 
 
 def prompt(layer: LayerModel, tokens: int, *, overlapped: bool = True) -> PromptRun:
-    """One prompt length. overlapped: whether weft's own overlap is planned, too, which takes longest."""
+    """Simulate one prompt length. overlapped: whether to also plan weft's own overlap, which takes the most time."""
     phases = layer.phases(tokens).values()
     ran = [layer.phase(us, rows) for us, rows in phases]
     return PromptRun(
@@ -124,14 +127,14 @@ def prompt(layer: LayerModel, tokens: int, *, overlapped: bool = True) -> Prompt
 
 @dataclass(frozen=True)
 class LayerModel:
-    """What the parts of a rank's decoder layer take on a machine, of whose GPUs `ranks` share the layer."""
+    """LayerModel gives the times of the parts of a decoder layer that is sharded over `ranks` GPUs of a machine."""
 
     machine: Machine
     ranks: int
     model: Model = field(default_factory=lambda: load_model(MODEL))
 
     def phases(self, tokens: int) -> dict[str, tuple[float, int]]:
-        """The four phases of ISO's steady state: us of the computation, and tokens of the all-reduce that runs meanwhile."""
+        """Return ISO's four phases: the time of the computation, and the tokens of the concurrent all-reduce."""
         half, rest = tokens // 2, tokens - tokens // 2
         return {
             "attention b": (self.attention_us(rest, half), half),
@@ -141,7 +144,7 @@ class LayerModel:
         }
 
     def phase(self, compute_us: float, tokens: int) -> Outcome:
-        """A computation during the all-reduce of so many tokens, by the method that is fastest."""
+        """Simulate a computation during the all-reduce of `tokens` tokens with each method, and return the fastest."""
         problem = ConcurrentProblem(
             collectives=(self._all_reduce(tokens),),
             world_size=self.ranks,
@@ -152,14 +155,14 @@ class LayerModel:
         return min((simulate(build(problem, name), self.machine) for name in METHODS), key=lambda outcome: outcome.total_us)
 
     def all_reduce_us(self, tokens: int) -> float:
-        """NCCL's all-reduce of [tokens, hidden]."""
+        """Return the time of NCCL's all-reduce of [tokens, hidden]."""
         return collective_us(self.machine, "all_reduce", self._all_reduce(tokens).shard_bytes, self.ranks)
 
     def _all_reduce(self, tokens: int) -> CollectiveProblem:
         return CollectiveProblem(op="all_reduce", m=tokens * self.model.hidden, world_size=self.ranks, dtype=DTYPE)
 
     def attention_us(self, tokens: int, before: int) -> float:
-        """A rank's projections and attention of `tokens` tokens behind `before` earlier ones."""
+        """Return the time of a rank's projections and attention for `tokens` tokens after `before` earlier ones."""
         model, width = self.model, self.model.heads * self.model.head_dim
         qkv = (model.heads + 2 * (model.kv_heads or model.heads)) * model.head_dim
         projected = self._gemm_us(tokens, qkv // self.ranks, model.hidden)
@@ -167,23 +170,24 @@ class LayerModel:
         return projected + self.core_us(tokens, before)
 
     def core_us(self, tokens: int, before: int) -> float:
-        """Scores and their product with the values, of a rank's heads: as two GEMMs whose rows are those of all heads, over the
-        keys that a causal mask leaves on average."""
+        """Return the time of the scores and their product with the values, for a rank's heads.
+
+        They are two GEMMs with the rows of all heads. The number of keys is the mean that a causal mask leaves."""
         rows, keys = tokens * self.model.heads // self.ranks, before + -(-tokens // 2)
         return self._gemm_us(rows, keys, self.model.head_dim) + self._gemm_us(rows, self.model.head_dim, keys)
 
     def mlp_us(self, tokens: int) -> float:
-        """A rank's part of the MLP, with a gate."""
+        """Return the time of a rank's part of the gated MLP."""
         width = self.model.intermediate // self.ranks
         return self._gemm_us(tokens, 2 * width, self.model.hidden) + self._gemm_us(tokens, self.model.hidden, width)
 
     def planned_us(self, tokens: int) -> float:
-        """A layer's four matmuls with their collectives by the schedules that weft plans, and attention."""
+        """Return the time of a layer's four matmuls with collectives, as weft plans them, and attention."""
         problems = (call.problem(tokens, self.ranks, DTYPE) for call in operator_calls(self.model))
         return sum(plan(problem, self.machine).chosen.predicted_us for problem in problems) + self.core_us(tokens, 0)
 
     def spans(self, tokens: int) -> dict[str, tuple[Span, ...]]:
-        """Each phase, by its name."""
+        """Return the spans of each phase by its name."""
         return {name: self.phase(us, rows).spans for name, (us, rows) in self.phases(tokens).items()}
 
     def _gemm_us(self, m: int, n: int, k: int) -> float:

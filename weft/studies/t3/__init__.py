@@ -1,1 +1,1 @@
-"""T3 simulated: track and trigger, near-memory reduction, memory-controller arbitration (arXiv 2401.16677)."""
+"""This package simulates T3: track and trigger, near-memory reduction, memory-controller arbitration (arXiv 2401.16677)."""

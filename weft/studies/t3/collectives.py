@@ -1,4 +1,4 @@
-"""Ring collectives as kernels on units of the GPU, after NCCL's: N - 1 steps that each pass a chunk of c bytes on.
+"""Ring collectives run as kernels on compute units, as NCCL's do. Each of N - 1 steps passes a chunk of c bytes on.
 
 | a step of | reads here | writes here (what arrives) | a unit touches |
 | --- | --- | --- | --- |
@@ -8,9 +8,10 @@
 | reduce-scatter with near-memory reduction | c | c, as updates | 2 c |
 | all-gather | c | c | 2 c |
 
-So a reduce-scatter reads (2 N - 1) c and writes N c, with near-memory reduction (N - 1) c each, and has no last sum. A step
-goes at the slowest of link, units and memory, and its first piece (of `pipeline`) reaches the link only when units have
-touched it. A hop's latency is paid once a step. All GPUs do the same, so what leaves here arrives here.
+In total, a reduce-scatter reads (2 N - 1) c bytes and writes N c bytes. With near-memory reduction it reads and writes
+(N - 1) c bytes each, and the last sum is not needed. The slowest of link, units and memory sets the rate of a step. The units
+process the first of its `pipeline` pieces before the link starts. Each step adds the link's latency once. All GPUs do the same
+at the same time, so the simulated GPU receives as many bytes as it sends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from weft.studies.t3.memory import GpuMemory
 
 
 def reduce_scatter(memory: GpuMemory, chunk: int, world_size: int, units: int) -> Process:
-    """Ring reduce-scatter of `world_size` chunks of `chunk` bytes."""
+    """Simulate a ring reduce-scatter of `world_size` chunks of `chunk` bytes."""
     for step in range(world_size - 1):
         reads = 2 if step else 1
         yield from _pass_on(memory, chunk, units, {"rs_read": reads * chunk, "rs_write": chunk}, touched=reads + 1)
@@ -29,13 +30,13 @@ def reduce_scatter(memory: GpuMemory, chunk: int, world_size: int, units: int) -
 
 
 def reduce_scatter_near_memory(memory: GpuMemory, chunk: int, world_size: int, units: int) -> Process:
-    """The same, where what arrives is added by the memory."""
+    """Simulate a ring reduce-scatter whose arriving data is added by the memory."""
     for _ in range(world_size - 1):
         yield from _pass_on(memory, chunk, units, {"rs_read": chunk, "rs_write": chunk}, touched=2, update="rs_write")
 
 
 def all_gather(memory: GpuMemory, chunk: int, world_size: int, units: int) -> Process:
-    """Ring all-gather of `world_size` chunks of `chunk` bytes."""
+    """Simulate a ring all-gather of `world_size` chunks of `chunk` bytes."""
     for _ in range(world_size - 1):
         yield from _pass_on(memory, chunk, units, {"ag_read": chunk, "ag_write": chunk}, touched=2)
 

@@ -1,11 +1,11 @@
-"""Configurations: the five methods by which T3's evaluation runs a GEMM and its all-reduce, made of kernels and a fused run.
+"""T3's evaluation runs a GEMM and its all-reduce in five configurations, which this module simulates.
 
 | configuration | time |
 | --- | --- |
-| sequential | GEMM, then reduce-scatter, then all-gather, each a kernel on all units |
+| sequential | GEMM, then reduce-scatter, then all-gather, each in a kernel on all units |
 | t3 | fused GEMM and reduce-scatter, round-robin arbitration; then the all-gather |
-| t3_mca | the same, compute first |
-| ideal | the longer of GEMM and reduce-scatter, each as if alone; then the all-gather |
+| t3_mca | the same, but the arbiter serves compute first |
+| ideal | the longer of GEMM and reduce-scatter, each timed alone; then the all-gather |
 | ideal_nmc | the same, with the reduce-scatter that near-memory reduction makes faster |
 
 Source: T3, arXiv 2401.16677, section 5.3.
@@ -35,7 +35,11 @@ CONFIGURATIONS: tuple[Configuration, ...] = get_args(Configuration)
 
 @dataclass(frozen=True, kw_only=True)
 class KernelAlone:
-    """A kernel, run alone. traffic: bytes of memory by class; peak: the highest share of the memory's time."""
+    """KernelAlone is the result of a kernel that ran alone.
+
+    ns: its time.
+    traffic: the bytes of memory traffic by class.
+    peak: the highest share of the memory's rate in use at any time."""
 
     ns: int
     traffic: Mapping[str, int]
@@ -48,8 +52,13 @@ class KernelAlone:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlapped(KernelAlone):
-    """A fused GEMM. gemm_ns: when its units were done. threshold: that the arbiter set, None for none. entries: of the tracker
-    that lived at a time; spilled: those that it had no room for. log: every event, as text, if it was asked for."""
+    """Overlapped is the result of a GEMM that is fused with a collective.
+
+    gemm_ns: when the units finished the GEMM.
+    threshold: the limit that the arbiter set. None if it set none.
+    entries: the largest number of wavefront tiles tracked at a time.
+    spilled: the number of tiles for which the tracker had no entry.
+    log: every event as text, if requested."""
 
     gemm_ns: int
     threshold: int | None
@@ -60,7 +69,9 @@ class Overlapped(KernelAlone):
 
 @dataclass(frozen=True, kw_only=True)
 class SubLayerRun:
-    """A sub-layer in all configurations. The kernels are those of `sequential`; reduce_scatter_nmc is the ideal's."""
+    """SubLayerRun has the results of a sub-layer in all configurations.
+
+    `gemm`, `reduce_scatter` and `all_gather` are the kernels of sequential. `reduce_scatter_nmc` is that of ideal_nmc."""
 
     name: str
     world_size: int
@@ -72,7 +83,7 @@ class SubLayerRun:
     t3_mca: Overlapped
 
     def ns(self, configuration: Configuration) -> int:
-        """Until the all-gather ends."""
+        """Return the time of a configuration until the all-gather ends."""
         gemm, scatter = self.gemm.ns, self.reduce_scatter.ns
         before: dict[Configuration, int] = {
             "sequential": gemm + scatter,
@@ -84,38 +95,38 @@ class SubLayerRun:
         return before[configuration] + self.all_gather.ns
 
     def speedup(self, configuration: Configuration) -> float:
-        """Over sequential."""
+        """Return the speed-up of a configuration over sequential."""
         return self.ns("sequential") / self.ns(configuration)
 
     def traffic(self, configuration: Literal["sequential", "t3", "t3_mca"]) -> dict[str, int]:
-        """Bytes of memory by class."""
+        """Return the bytes of memory traffic by class."""
         kernels = {"sequential": (self.gemm, self.reduce_scatter), "t3": (self.t3,), "t3_mca": (self.t3_mca,)}
         return {name: size for part in (*kernels[configuration], self.all_gather) for name, size in part.traffic.items()}
 
 
 def alone(system: T3System, body: Callable[[GpuMemory], Process]) -> KernelAlone:
-    """Run one kernel on an idle GPU."""
+    """Simulate one kernel on an idle GPU."""
     memory = GpuMemory(simpy.Environment(), system)
     memory.env.run(until=memory.env.process(body(memory)))
     return KernelAlone(ns=int(memory.env.now), traffic=dict(memory.traffic), peak=memory.peak)
 
 
 def gemm_alone(system: T3System, work: LayerGemm, *, units: int | None = None) -> KernelAlone:
-    """The GEMM as a kernel; units: how many it has (default: all)."""
+    """Simulate the GEMM as a kernel on `units` units (default: all)."""
     return alone(system, lambda memory: gemm.cached(memory, Grid(work, system), units or system.units))
 
 
 def reduce_scatter(
     system: T3System, work: LayerGemm, world_size: int, *, units: int | None = None, near_memory: bool = False
 ) -> KernelAlone:
-    """A ring reduce-scatter of the GEMM's output as a kernel on so many units (default: all)."""
+    """Simulate a ring reduce-scatter of the GEMM's output as a kernel on `units` units (default: all)."""
     chunk = Chunks(Grid(work, system).tiles, work.out_bytes, world_size).bytes
     kernel = collectives.reduce_scatter_near_memory if near_memory else collectives.reduce_scatter
     return alone(system, lambda memory: kernel(memory, chunk, world_size, units or system.units))
 
 
 def all_gather(system: T3System, work: LayerGemm, world_size: int, *, units: int | None = None) -> KernelAlone:
-    """A ring all-gather of the GEMM's reduced output as a kernel on so many units (default: all)."""
+    """Simulate a ring all-gather of the GEMM's reduced output as a kernel on `units` units (default: all)."""
     chunk = Chunks(Grid(work, system).tiles, work.out_bytes, world_size).bytes
     return alone(system, lambda memory: collectives.all_gather(memory, chunk, world_size, units or system.units))
 
@@ -129,9 +140,9 @@ def fused(
     collective: Collective = "ring_reduce_scatter",
     log: bool = False,
 ) -> Overlapped:
-    """The GEMM and a collective of its output, tracked and triggered.
+    """Simulate the GEMM fused with a collective of its output, which the tracker triggers.
 
-    Raises ValueError where the output's tiles do not divide among world_size.
+    Raises ValueError if the output's tiles do not divide evenly among `world_size` ranks.
     """
     runs = _simulated(system, Grid(work, system), world_size, policy, collective)
     first = runs[0]
@@ -152,7 +163,7 @@ def fused(
 
 
 def _simulated(system: T3System, grid: Grid, world_size: int, policy: Policy, collective: Collective) -> Sequence[FusedRun]:
-    """Finished runs: of one GPU that stands for all, or of all where they differ."""
+    """Simulate one GPU that represents all, or all GPUs if they differ, and return the finished runs."""
     env, switches = simpy.Environment(), system.mechanisms
     arbitration: Policy = policy if switches.arbiter else "round_robin"
     if switches.rotation:
@@ -170,7 +181,7 @@ def _simulated(system: T3System, grid: Grid, world_size: int, policy: Policy, co
 
 
 def run_sublayer(system: T3System, sublayer: SubLayer) -> SubLayerRun:
-    """A sub-layer in all configurations."""
+    """Simulate a sub-layer in all configurations."""
     work, world_size = sublayer.gemm, sublayer.world_size
     return SubLayerRun(
         name=sublayer.name,

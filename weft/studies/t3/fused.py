@@ -1,20 +1,20 @@
-"""Fused: a GEMM whose output goes where a Mapping says while it is computed: T3's track and trigger.
+"""A FusedRun simulates T3's track and trigger: a GEMM whose output is sent as its Mapping says while the GEMM runs.
 
     units      | wave 0 | store ~> | wave 1 | store -> | wave 2 | store -> | ....
     link 0                | send ..... |  | send .... |          ^ tracker: local and incoming update are both in
     arrivals                 | .......... | update -> tracker ---|
 
-A chunk under remote_map leaves with its stores; any other is written to memory here, and the tracker sends on what is ready,
-`dma_tiles` tiles a command, in the order in which they became ready. A link sends one command at a time. Stores are posted:
-units hand a wave's tiles over and go on, once those of the wave before are in memory or have left; that much the path holds.
+Stores to a chunk under remote_map go to the peer. Any other chunk is written to local memory, and the tracker sends the tiles
+that are ready, `dma_tiles` per command, in the order in which they became ready. A link sends one command at a time. Stores are
+posted: the units hand over a wave's tiles and continue, as soon as all tiles of the wave before are in memory or sent.
 
-The simulated GPU is one of N equal ones that do the same at the same time: what it sends arrives here, a latency later.
-Without rotation the GPUs differ, so that all N are simulated, and what one sends arrives at another.
+The simulated GPU is one of N equal ones that do the same at the same time, so the data that it sends also arrives at itself,
+one latency later. Without rotation the GPUs differ, so all N are simulated and data arrives at the actual receiver.
 
 The mechanisms that a T3System can switch off act here as follows. Without `llc_bypass` a wave's local stores stay in the cache
 until those of the next wave push them out. Without `tracker` a chunk is sent once all of its tiles are complete, and a flag
-says that the last tile of a peer has arrived. The GEMM remains one kernel: a real one would have to be split into a kernel for
-each chunk, whose last waves leave units idle, so what the tracker gains here is a lower bound.
+says that the last tile of a peer has arrived. The GEMM remains one kernel. A real GEMM would have to be split into one kernel
+per chunk, whose last waves leave units idle, so the simulated gain of the tracker is a lower bound.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weft.studies.t3.tracker import Tracker
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles low .. high - 1 of the chunk at a position."""
+    """Tiles are the tiles low .. high - 1 of the chunk at a position."""
 
     position: int
     low: int
@@ -47,7 +47,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to tiles: stored, ready, sent or arrived. link: of what was sent or arrived."""
+    """Event records that tiles were stored, ready, sent or arrived. `link` is the link of tiles that were sent or arrived."""
 
     ns: int
     what: str
@@ -59,13 +59,16 @@ class Event:
 
 
 Queue = deque[tuple[Tiles, simpy.Event]]
-"""Tiles that a link will send, and the events of their leaving."""
+"""The tiles that a link will send, each with the event that says when they have been sent."""
 
 
 @dataclass
 class FusedRun:
-    """One run. gemm_ns: when the GEMM's units were done. events: in order; the last one's time is the end. receivers: the run
-    that each link leads to; without any, what is sent arrives here."""
+    """FusedRun simulates one GPU.
+
+    gemm_ns: when the units finished the GEMM.
+    events: all events in order of time.
+    receivers: for each link, the run of the receiver. If empty, all that is sent arrives at this GPU."""
 
     memory: GpuMemory
     grid: Grid
@@ -86,11 +89,11 @@ class FusedRun:
 
     @property
     def end_ns(self) -> int:
-        """When the GEMM and all that it triggered were done."""
+        """The time at which the GEMM and all transfers that it triggered were done."""
         return max(self.gemm_ns, self.events[-1].ns)
 
     def run(self) -> Process:
-        """The GEMM; what it triggers goes on after it, until nothing is left to do."""
+        """Simulate the GEMM. The transfers that it triggers may continue after it."""
         yield from gemm.tracked(self.memory, self.grid, self._store, self._local_bytes)
         if self._in_cache:
             yield from self._write(self._in_cache, self.system.hbm.gbps)
@@ -100,7 +103,7 @@ class FusedRun:
         self.events.append(Event(int(self.env.now), what, tiles, link))
 
     def _store(self, wave: range) -> Process:
-        """Hand a wave's tiles over: to memory here, or to links. The first wave's traffic sets the arbiter's threshold."""
+        """Hand a wave's tiles over to local memory or to links. The first wave's traffic sets the arbiter's threshold."""
         yield self.env.all_of(self._under_way)
         pieces = [Tiles(*piece) for piece in self.chunks.pieces(wave)]
         remote = [tiles for tiles in pieces if self.mapping.routes[tiles.position].remote]
@@ -117,7 +120,7 @@ class FusedRun:
             self._under_way.append(self.env.process(self._write(local, rate)))
 
     def _local(self, wave: range) -> list[Tiles]:
-        """What a wave stores into memory here."""
+        """Return the tiles that a wave stores into local memory."""
         pieces = [Tiles(*piece) for piece in self.chunks.pieces(wave)]
         return [tiles for tiles in pieces if not self.mapping.routes[tiles.position].remote]
 
@@ -125,7 +128,7 @@ class FusedRun:
         return sum(self.chunks.size(tiles.low, tiles.high) for tiles in self._local(wave))
 
     def _write(self, local: list[Tiles], rate: float) -> Process:
-        """Posted stores into memory here."""
+        """Simulate posted stores into local memory."""
         size = sum(self.chunks.size(tiles.low, tiles.high) for tiles in local)
         update = frozenset(["gemm_write"] if self.mapping.reduces else [])
         yield self.memory.flow("compute", size, lambda: rate, {"gemm_write": size}, update=update, posted=True)
@@ -134,7 +137,7 @@ class FusedRun:
         yield self.env.all_of([self.env.process(self._updated(tiles)) for tiles in local])
 
     def _updated(self, tiles: Tiles) -> Process:
-        """Memory here has taken an update of these tiles; what is ready is sent on, or stays."""
+        """Count an update of these tiles in local memory, and handle the tiles that are ready."""
         counted = self.tracker.update(tiles.position, tiles.low, tiles.high)
         self._ready(tiles.position, counted.ready)
         if counted.reads or counted.writes:
@@ -142,8 +145,9 @@ class FusedRun:
             self._ready(tiles.position, counted.ready_in_memory)
 
     def _count_in_memory(self, reads: int, writes: int) -> Process:
-        """Counts that the tracker has no room for: the memory controller reads and writes them like data, in the stream of
-        compute. Each channel reads one count at a time; the update that it belongs to waits for it."""
+        """Simulate the memory traffic of counts for which the tracker has no room. It belongs to the compute stream.
+
+        Each channel reads one count at a time, and the update waits for its count."""
         system, memory = self.system, self.memory
         size, at_a_time = system.tracker.spill_bytes, min(reads, system.hbm.channels)
         read = memory.flow("compute", reads, lambda: at_a_time / memory.latency_ns(), {"tracker": reads * size})
@@ -152,7 +156,7 @@ class FusedRun:
         yield read & write
 
     def _ready(self, position: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """These tiles are complete. A command moves some of them; without a tracker the whole chunk is sent at once."""
+        """Send complete tiles, several per command. Without a tracker, the whole chunk is sent once all of it is complete."""
         each, step = self.chunks.each, self.system.dma_tiles
         for low, high in ranges:
             if not self.system.mechanisms.tracker:
@@ -165,7 +169,7 @@ class FusedRun:
                 self._send(Tiles(position, at, min(at + step, high)))
 
     def _send(self, tiles: Tiles) -> list[simpy.Event]:
-        """Have tiles sent over every link of their route; the events say when they have left."""
+        """Queue tiles on every link of their route. Returns the events that say when they have been sent."""
         return [self._enqueue(tiles, link) for link in self.mapping.routes[tiles.position].links]
 
     def _enqueue(self, tiles: Tiles, link: int) -> simpy.Event:
@@ -178,8 +182,7 @@ class FusedRun:
         return sent
 
     def _drain(self, link: int) -> Process:
-        """Send what is queued for a link, one after the other, until nothing is. Stores go before commands, which wait in the
-        copy engine."""
+        """Send the queued tiles of a link one after the other. Stores go before commands, which wait in the copy engine."""
         stores, commands = self._queues[link]
         while stores or commands:
             tiles, sent = (stores or commands).popleft()
@@ -190,8 +193,9 @@ class FusedRun:
         del self._queues[link]
 
     def _transfer(self, tiles: Tiles, link: int) -> simpy.Event:
-        """Over one link. A command reads memory here; what a peer sends meanwhile is written here. Where GPUs differ, what this
-        one sends is written there."""
+        """Start a transfer over one link. A command also reads local memory.
+
+        The data is written to the receiver's memory, which is this GPU's memory if this GPU represents all."""
         size = self.chunks.size(tiles.low, tiles.high)
         read, write = (f"{self.mapping.traffic}_{direction}" for direction in ("read", "write"))
         reads = {} if self.mapping.routes[tiles.position].remote else {read: size}

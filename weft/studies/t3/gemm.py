@@ -1,13 +1,14 @@
-"""GEMM: waves of tiles on the units of one GPU, and what they ask of its memory.
+"""This module simulates a GEMM as waves of tiles on the units of one GPU, with their memory traffic.
 
-    a wave    | fill | slice | slice | .... | slice | store |      the next wave starts where this one ends
+    a wave    | fill | slice | slice | .... | slice | store |      the next wave starts when this one ends
 
-fill: the first slice comes from memory. A slice is multiplied while the next one is fetched, so it takes as long as the longer
-of the two: with S slices in shared memory, max(multiply, latency / (S - 1)); a unit has at most `unit_gbps` * memory
-latency bytes under way, which bounds the latency that deep or wide slices hide. Memory's rate may bind, too: the wave's slices
-bring what the cache does not hold, and the lines that outputs push out of it.
-store: units have `unit_gbps` * memory latency bytes under way, so they hand outputs over at that much in a cache's latency.
-What is written to the cache leaves it with the next wave, or when the kernel ends.
+fill: the units fetch the first slice from memory.
+slice: a slice is multiplied while the next one is fetched, so each step takes the longer of the two times. With S slices in
+shared memory this is max(multiply, latency / (S - 1)). A unit has at most `unit_gbps` * memory latency bytes in flight, which
+limits the latency that deep or wide slices hide. The memory's rate can also be the limit: a wave's slices cause the reads that
+miss the cache, and the writes of the output lines that they evict.
+store: a unit hands over `unit_gbps` * memory latency bytes of output per cache latency. Outputs in the cache are evicted during
+the next wave, or when the kernel ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Process = Generator[simpy.Event, Any, None]
 
 
 def main_loop(memory: GpuMemory, grid: Grid, traffic: dict[str, int]) -> Process:
-    """One wave until its last product: fill, then all slices, which move `traffic` bytes by class."""
+    """Simulate the fill and all slices of one wave. The slices move `traffic` bytes by class."""
     system = memory.system
     yield memory.env.timeout(round(memory.latency_ns()))
 
@@ -39,18 +40,20 @@ def main_loop(memory: GpuMemory, grid: Grid, traffic: dict[str, int]) -> Process
 
 
 def slices_under_way(system: T3System) -> float:
-    """How many slices a unit fetches at a time: all that have room in shared memory but the one that is multiplied, and no
-    more than the bytes that a unit can have under way."""
+    """Return the number of slices that a unit fetches at a time.
+
+    The limits are the room in shared memory, of which the multiplied slice takes one place, and the bytes that a unit can have
+    in flight."""
     return min(system.tile.stages - 1, system.unit_gbps * system.hbm.latency_ns / system.slice_bytes)
 
 
 def store_gbps(system: T3System, units: int) -> float:
-    """Rate at which so many units hand their outputs over."""
+    """Return the rate at which this number of units hand their outputs over."""
     return units * system.unit_gbps * system.hbm.latency_ns / system.llc.latency_ns
 
 
 def cached(memory: GpuMemory, grid: Grid, units: int) -> Process:
-    """The whole GEMM on so many units, alone: outputs go through the cache."""
+    """Simulate a GEMM that runs alone on this number of units. Its outputs go through the cache."""
     evicted = 0
     for wave, read in zip(grid.waves(units), input_reads(grid, units, bypass=False), strict=True):
         yield from main_loop(memory, grid, {"gemm_read": read, "gemm_write": evicted})
@@ -61,9 +64,10 @@ def cached(memory: GpuMemory, grid: Grid, units: int) -> Process:
 
 
 def tracked(memory: GpuMemory, grid: Grid, store: Callable[[range], Process], enters: Callable[[range], int]) -> Process:
-    """The GEMM on all units, with outputs that go where `store` says: it takes a wave's tiles and ends when the units are free
-    again. The outputs bypass the cache if the system says so. enters: if it does not, the bytes of a wave's outputs that enter
-    the cache."""
+    """Simulate a GEMM on all units whose outputs go through `store`. They bypass the cache if the system's `llc_bypass` is on.
+
+    store: stores a wave's tiles, and ends when the units are free again.
+    enters: returns the bytes of a wave's outputs that enter the cache without `llc_bypass`."""
     units = memory.system.units
     reads = input_reads(grid, units, bypass=memory.system.mechanisms.llc_bypass, enters=enters)
     for wave, read in zip(grid.waves(units), reads, strict=True):

@@ -1,7 +1,7 @@
-"""Grid: a GEMM's output as tiles, in the order of their production, in waves over the units and in chunks for the ranks.
+"""A Grid divides a GEMM's output into tiles, waves and chunks.
 
-Tiles are produced in groups of `group_rows` rows, column by column. A wave is what all units compute together; a chunk is
-what one rank owns of the reduced output: equally many tiles, that follow each other in that order.
+Tiles are produced in groups of `group_rows` rows, column by column. A wave is the tiles that all units compute at the same
+time. A chunk is the part of the reduced output that one rank owns. All chunks have the same number of consecutive tiles.
 
     group_rows = 2, 4 rows, 3 columns, 4 units, 3 ranks:    tile     order      wave     chunk
                                                             a c e    0 2  4     0 0 1    0 0 1
@@ -9,8 +9,8 @@ what one rank owns of the reduced output: equally many tiles, that follow each o
                                                             g i k    6 8 10     1 2 2    1 2 2
                                                             h j l    7 9 11     1 2 2    1 2 2
 
-Rotation (T3, arXiv 2401.16677, section 4.2): a rank ends with its own chunk, and what it finishes at one position is what its
-neighbour produces at the next, so that every update finds its target being made.
+Rotation (T3, arXiv 2401.16677, section 4.2): a rank produces its own chunk last. The chunk that it produces at one position is
+the one that its neighbour produces at the next position, so updates arrive while the neighbour produces the same chunk.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weft.studies.t3.system import T3System
 from weft.studies.t3.work import ITEMSIZE, LayerGemm
 
 MOST_TILES = 100_000
-"""Of one GEMM: more would take minutes and say nothing new."""
+"""The largest number of tiles of a GEMM. More would take minutes to simulate and would not change the results."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The tiles of one GEMM on one system."""
+    """Grid has the tiles of one GEMM on one system."""
 
     gemm: LayerGemm
     system: T3System
@@ -54,33 +54,33 @@ class Grid:
 
     @property
     def slices(self) -> int:
-        """Slices of K that a tile multiplies; the last may be ragged and takes as long."""
+        """The number of slices of K. The last slice may be partial, but takes as long as the others."""
         return -(-self.gemm.k // self.system.tile.k)
 
     def place(self, index: int) -> tuple[int, int]:
-        """Row and column of the tile that is produced as number `index`."""
+        """Return the row and column of the tile at this index of the production order."""
         height = self.system.tile.group_rows
         group, inside = divmod(index, height * self.cols)
         high = min(height, self.rows - group * height)
         return group * height + inside % high, inside // high
 
     def waves(self, units: int) -> Iterator[range]:
-        """Indices of the tiles of each wave over so many units."""
+        """Yield the indices of the tiles of each wave on this number of units."""
         for start in range(0, self.tiles, units):
             yield range(start, min(start + units, self.tiles))
 
     def share(self, wave: range) -> int:
-        """Bytes of the output that a wave writes. Each tile has its share of all bytes, so that they add up."""
+        """Return the bytes of output that a wave writes. All tiles have the same share, and the waves add up to all bytes."""
         whole, tiles = self.gemm.out_bytes, self.tiles
         return whole * wave.stop // tiles - whole * wave.start // tiles
 
     def panels(self, wave: range) -> frozenset[tuple[str, int]]:
-        """The rows of a and the columns of b that a wave reads: ("a", row of tiles) and ("b", column of tiles)."""
+        """Return the panels that a wave reads: ("a", row of tiles) and ("b", column of tiles)."""
         places = [self.place(index) for index in wave]
         return frozenset([("a", row) for row, _ in places] + [("b", col) for _, col in places])
 
     def panel_bytes(self, panel: tuple[str, int]) -> int:
-        """Of one panel; the last of each kind may be ragged."""
+        """Return the bytes of one panel. The last row and the last column of tiles may be partial."""
         kind, index = panel
         whole, part = (self.gemm.m, self.system.tile.rows) if kind == "a" else (self.gemm.n, self.system.tile.cols)
         return min(part, whole - index * part) * self.gemm.k * ITEMSIZE
@@ -88,7 +88,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Chunks:
-    """The output as `world_size` chunks of equally many tiles, each of which has the same share of the bytes."""
+    """Chunks divides the output into `world_size` chunks with the same number of tiles and bytes each."""
 
     tiles: int
     out_bytes: int
@@ -106,20 +106,20 @@ class Chunks:
 
     @property
     def each(self) -> int:
-        """Tiles of a chunk."""
+        """The number of tiles of a chunk."""
         return self.tiles // self.world_size
 
     @property
     def bytes(self) -> int:
-        """Of one chunk."""
+        """The number of bytes of a chunk."""
         return self.out_bytes // self.world_size
 
     def size(self, low: int, high: int) -> int:
-        """Bytes of tiles low .. high - 1 of a chunk."""
+        """Return the bytes of the tiles low .. high - 1 of a chunk."""
         return self.bytes * high // self.each - self.bytes * low // self.each
 
     def pieces(self, wave: range) -> Iterator[tuple[int, int, int]]:
-        """(position, low, high): what a wave has of each chunk, positions from 0 in the order of production."""
+        """Yield (position, low, high) for each chunk that has tiles in a wave: its position and the range of these tiles."""
         at = wave.start
         while at < wave.stop:
             position, low = divmod(at, self.each)
@@ -129,7 +129,7 @@ class Chunks:
 
 
 def chunk_at(rank: int, position: int, world_size: int) -> int:
-    """The chunk that a rank produces at a position: its own comes last, and position p's is its neighbour's at p + 1.
+    """Return the chunk that a rank produces at a position. See the module's text on rotation.
 
     >>> [chunk_at(0, p, 4) for p in range(4)], [chunk_at(1, p, 4) for p in range(4)]
     ([3, 2, 1, 0], [0, 3, 2, 1])
@@ -138,7 +138,7 @@ def chunk_at(rank: int, position: int, world_size: int) -> int:
 
 
 def position_of(rank: int, chunk: int, world_size: int) -> int:
-    """The position at which a rank produces a chunk.
+    """Return the position at which a rank produces a chunk.
 
     >>> [chunk_at(2, position_of(2, chunk, 4), 4) for chunk in range(4)]
     [0, 1, 2, 3]

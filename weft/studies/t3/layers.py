@@ -1,6 +1,7 @@
-"""Layers: the work of a transformer layer outside the sub-layers that T3 fuses, for the end-to-end figures.
+"""This module computes the time of a transformer layer outside the sub-layers that T3 fuses. The end-to-end figures need it.
 
-With T tokens, hidden size H, sequences of L tokens, A heads and N ranks, a rank's layer has, each GEMM on all units,
+With T tokens, hidden size H, sequences of L tokens, A heads and N ranks, each rank does the following work in a layer. Each
+GEMM runs on all units.
 
 | | forward | backward |
 | --- | --- | --- |
@@ -11,8 +12,8 @@ With T tokens, hidden size H, sequences of L tokens, A heads and N ranks, a rank
 | passes over T A / N x L (softmax, dropout) | 4 | 5 |
 | optimizer | | 28 bytes for each of 12 H H / N weights (Adam, mixed precision) |
 
-A pass reads or writes its elements once at the memory's rate. Sources: Megatron-LM, arXiv 1909.08053, for the layer; passes
-are counted for unfused kernels, each input read once and each output written once.
+A pass reads or writes its elements once at the memory's rate. The layer is that of Megatron-LM, arXiv 1909.08053. The passes
+are those of unfused kernels, which read each input once and write each output once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ OPTIMIZER_BYTES = 28
 
 
 def other_ns(system: T3System, model: Transformer, world_size: int, phase: Phase) -> int:
-    """One layer's time for one batch, without its four sub-layers that end in an all-reduce; backward with the optimizer."""
+    """Return one layer's time for one batch without the four sub-layers that end in an all-reduce.
+
+    The backward phase includes the optimizer."""
     gemms = sum(gemm_alone(system, gemm).ns for gemm in _gemms(model, world_size, phase))
     return gemms + round(_moved(model, world_size, phase) / system.hbm.gbps)
 
@@ -57,7 +60,7 @@ def _gemms(model: Transformer, world_size: int, phase: Phase) -> Iterator[LayerG
 
 
 def _moved(model: Transformer, world_size: int, phase: Phase) -> int:
-    """Bytes that elementwise kernels and the optimizer read and write."""
+    """Return the bytes that elementwise kernels and the optimizer read and write."""
     tokens, hidden = model.tokens, model.hidden
     passes = HIDDEN_PASSES[phase] * tokens * hidden
     passes += GELU_PASSES[phase] * tokens * 4 * hidden // world_size

@@ -1,23 +1,23 @@
-"""Last-level cache: how much of a GEMM's input is read from memory, wave by wave.
+"""This module models the last-level cache: it computes how many bytes of a GEMM's input each wave reads from memory.
 
-A wave's tiles go through K together, so each panel (tile rows of a, tile columns of b) is fetched once a wave, and what
-decides is whether it is still there from the wave that read it last. Least-recently-used replacement keeps a line exactly if
-it and all others that came since fit. For a line at the share x of K, read by wave v and now by wave w, these others are
+All tiles of a wave advance along K together, so a wave fetches each panel (a row of tiles of a or a column of tiles of b) once.
+A panel hits if it is still in the cache from the wave that last read it. With least-recently-used replacement, a line is still
+there if it fits together with all distinct lines that were used since. For a line at the share x of K that wave v has read and
+wave w reads next, these are
 
-    wave v    |      x=======|   what v read after it: the rest of its panels, and its outputs
-    between   |==============|   all that these waves read and wrote
-    wave w    |======x       |   what w read before it
+    wave v    |      x=======|   the lines that v used later: the rest of its panels, and its outputs
+    between   |==============|   all lines that the waves in between read and wrote
+    wave w    |======x       |   the lines that w read earlier
 
-each distinct line once. So the lines of a panel that are still there are those x whose distance, which changes linearly from
-v's other panels to w's, is within the capacity. Outputs that bypass the cache count for nothing.
+Their total size is the distance of the line. It changes linearly with x, from the size of v's other panels to that of w's. The
+lines whose distance is within the capacity hit. Outputs that bypass the cache do not count.
 
-Sets: operands and outputs are contiguous, and sets that are chosen by address bits, plain or folded, get equal parts of what
-is contiguous; AMD's L2 hashes addresses over its channels to that end. So conflicts add little, and the cache is taken as fully
-associative; sets that are chosen at random would smear every edge. `tests/studies/test_t3_llc.py` has the same GEMMs line by
-line through caches of 16 ways.
+The model takes the cache as fully associative. Operands and outputs are contiguous, and sets that are chosen by address bits,
+plain or hashed, receive equal parts of contiguous memory. AMD's L2 hashes addresses over its channels for this reason. So
+conflict misses are few. `tests/studies/test_t3_llc.py` compares with line-by-line simulations of 16-way caches.
 
-Sources: stack distances, Mattson et al. 1970; even channels, ROCm Compute Profiler, "L2 cache"; bypassing
-outputs, T3 section 4.3. The cache is empty when a kernel starts: GPUs write back and drop what they hold between kernels.
+Sources: Mattson et al. 1970 for stack distances; ROCm Compute Profiler, "L2 cache", for even channels; T3, section 4.3, for
+bypassing outputs. The cache is empty when a kernel starts, because GPUs write it back and invalidate it between kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Panel = tuple[str, int]
 
 
 def share_in_cache(capacity: float, first: float, last: float) -> float:
-    """Share of a panel's lines that are still there, where the distance goes from `first` bytes to `last` along K.
+    """Return the share of a panel's lines that hit if the distance goes from `first` bytes to `last` bytes along K.
 
     >>> [share_in_cache(16, *ends) for ends in ((8, 8), (16, 16), (17, 17), (12, 20), (20, 8))]
     [1.0, 1.0, 0.0, 0.5, 0.6666666666666666]
@@ -42,8 +42,10 @@ def share_in_cache(capacity: float, first: float, last: float) -> float:
 
 
 def input_reads(grid: Grid, units: int, *, bypass: bool, enters: Callable[[range], int] | None = None) -> tuple[int, ...]:
-    """Bytes that each wave reads from memory. bypass: outputs do not enter the cache. enters: if they do, how many bytes of a
-    wave's outputs; all by default."""
+    """Return the bytes that each wave reads from memory.
+
+    bypass: whether outputs bypass the cache.
+    enters: returns the bytes of a wave's outputs that enter the cache without `bypass`. All by default."""
     ranges = list(grid.waves(units))
     waves = [grid.panels(wave) for wave in ranges]
     last: dict[Panel, int] = {}
@@ -59,8 +61,9 @@ def input_reads(grid: Grid, units: int, *, bypass: bool, enters: Callable[[range
 
 
 def _distances(grid: Grid, waves: list[frozenset[Panel]], written: int) -> tuple[int, int]:
-    """Between two reads of a line, by the first and the last of these waves, of which none between has it: at the start of K,
-    and at its end. written: to the cache in the meantime."""
+    """Return the distances at the start and at the end of K of lines that the first of these waves and next the last one read.
+
+    written: the bytes of output written to the cache in the meantime."""
     before, *between, now = waves
     all_along = (before & now).union(*between)
     common = written + _size(grid, all_along)

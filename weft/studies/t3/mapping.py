@@ -1,16 +1,16 @@
-"""Mappings: where a GEMM's output goes, chunk by chunk, in the words that T3 gives the output's address space.
+"""A Mapping says where each chunk of a GEMM's output goes. The terms are those of T3's address-space configuration.
 
-A chunk either is at another GPU (`remote_map`: stores go there as they are, nothing is written locally), or is here and,
-once its tiles have had all their updates, is sent on by a command that was programmed beforehand (`dma_map`), or stays. Nothing
-else distinguishes the collectives; the GEMM's main loop is the same for all.
+A chunk under `remote_map` is in another GPU's memory: stores go there directly. Any other chunk is in local memory. Once its
+tiles have received all updates, a preprogrammed DMA command (`dma_map`) sends it on, or it stays. The collectives differ only
+in their mapping. The GEMM's main loop is the same for all.
 
     ring reduce-scatter      position 0: remote_map           1 .. N-2: 2 updates, dma_map       N-1: 2 updates, stays
     direct reduce-scatter    0 .. N-2: remote_map, its owner  N-1: N updates, stays
     all-to-all               0 .. N-2: 1 update, dma_map      N-1: stays
     all-gather               every chunk: 1 update, dma_map to all others
 
-Source: T3, arXiv 2401.16677, section 4.4. All GPUs do the same at the same time, so what this one sends over a link is also
-what arrives here over its counterpart; `lands` says in which of its own chunks (None: in a buffer that is not tracked).
+Source: T3, arXiv 2401.16677, section 4.4. All GPUs do the same at the same time, so whenever the simulated GPU sends
+data over a link, the same amount arrives from a peer. `lands` says in which of its own chunks (None: in an untracked buffer).
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ Collective = Literal["ring_reduce_scatter", "direct_reduce_scatter", "all_to_all
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRoute:
-    """What becomes of one chunk. remote: its stores go over `links` and not to memory here. updates: that an element of it
-    gets here before it is ready (0 if remote). links: over which it is sent, by their numbers; none: it stays. lands: the
-    position of the chunk here that receives what a peer sends from its chunk of this position."""
+    """ChunkRoute says where one chunk goes.
+
+    remote: whether its stores go over `links` instead of to local memory.
+    updates: the number of updates that each element receives locally before it is ready. 0 if remote.
+    links: the numbers of the links over which it is sent. Empty if it stays.
+    lands: the position of the local chunk that receives the data of a peer's chunk at this position."""
 
     remote: bool = False
     updates: int = 0
@@ -37,7 +40,9 @@ class ChunkRoute:
 
 @dataclass(frozen=True, kw_only=True)
 class Mapping:
-    """A fused collective: a ChunkRoute for every position. reduces: arrivals are updates, else plain writes."""
+    """Mapping is a fused collective. It has a ChunkRoute for every position.
+
+    reduces: whether arriving data is added. Otherwise it is stored."""
 
     name: Collective
     routes: tuple[ChunkRoute, ...]
@@ -45,17 +50,17 @@ class Mapping:
 
     @property
     def traffic(self) -> str:
-        """What the classes of its memory traffic begin with."""
+        """The prefix of its classes of memory traffic."""
         return "rs" if self.reduces else "moved"
 
     @property
     def links(self) -> int:
-        """How many links a GPU sends over."""
+        """The number of links over which a GPU sends."""
         return len({link for route in self.routes for link in route.links})
 
 
 def mapping(name: Collective, world_size: int) -> Mapping:
-    """The routes of a collective over `world_size` GPUs. Raises ValueError for a name or a number that it cannot have."""
+    """Return the mapping of a collective over `world_size` GPUs. Raises ValueError for an unknown name or too few GPUs."""
     if world_size < 2:
         raise ValueError(f"world_size is {world_size}; a collective needs at least 2")
     if name not in _ROUTES:
@@ -64,10 +69,10 @@ def mapping(name: Collective, world_size: int) -> Mapping:
 
 
 def unrotated(name: Collective, world_size: int, rank: int) -> Mapping:
-    """The routes of one GPU where all GPUs produce chunk c at position c. Links have the numbers of the ranks they lead to.
+    """Return the mapping of one GPU if all GPUs produce chunk c at position c. A link has the number of the peer's rank.
 
-    Positions differ in what becomes of them from rank to rank, so GPUs are not equal any more. Of a ring, chunk c starts at
-    rank c + 1, whose stores leave at once, and every other rank waits for what comes from the rank before it.
+    The routes of a position then differ between ranks. In a ring, chunk c starts at rank c + 1, whose stores leave at once,
+    and every other rank waits for the data of the rank before it.
     """
     routes = mapping(name, world_size).routes
     return Mapping(
@@ -78,7 +83,7 @@ def unrotated(name: Collective, world_size: int, rank: int) -> Mapping:
 
 
 def _unrotated(name: Collective, routes: tuple[ChunkRoute, ...], chunk: int, rank: int) -> ChunkRoute:
-    """What a rank does with a chunk is what it did with it at the position that rotation gives it; only links are renamed."""
+    """Return the route that the chunk has with rotation, with links renumbered by rank."""
     world_size = len(routes)
     route = routes[position_of(rank, chunk, world_size)]
     if name == "all_gather":
@@ -93,7 +98,7 @@ def _unrotated(name: Collective, routes: tuple[ChunkRoute, ...], chunk: int, ran
 
 
 def _ring(world_size: int) -> tuple[ChunkRoute, ...]:
-    """Seen from rank 0: what it makes at a position, rank 1 makes at the one where it lands."""
+    """Return the routes of rank 0. A chunk lands at the position at which rank 1 produces the same chunk."""
     lands = [position_of(1, chunk_at(0, position, world_size), world_size) for position in range(world_size - 1)]
     first = ChunkRoute(remote=True, links=(0,), lands=lands[0])
     between = [ChunkRoute(updates=2, links=(0,), lands=position) for position in lands[1:]]
@@ -101,7 +106,7 @@ def _ring(world_size: int) -> tuple[ChunkRoute, ...]:
 
 
 def _direct(world_size: int) -> tuple[ChunkRoute, ...]:
-    """Seen from rank 0: a chunk goes to the rank that makes it last, which owns it."""
+    """Return the routes of rank 0. A chunk goes to its owner, which is the rank that produces it last."""
     owners = [chunk_at(0, position, world_size) for position in range(world_size - 1)]
     lands = [position_of(owner, owner, world_size) for owner in owners]
     remote = [ChunkRoute(remote=True, links=(link,), lands=position) for link, position in enumerate(lands)]

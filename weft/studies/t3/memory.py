@@ -1,34 +1,34 @@
-"""Memory: one GPU's HBM as a fluid that two streams share, and the arbiter that stands before it.
+"""GpuMemory simulates one GPU's HBM as a fluid that two streams share, compute and communication, and its arbiter.
 
-Every activity of the GPU is a MemoryActivity: so many units (slices of a wave, bytes of a transfer), each of which takes
-memory time, at a pace that something else bounds (multipliers, a link, requests under way). The memory's time is never given
-out twice. Where the flows ask for more of it than there is, the arbiter decides:
+Every activity of the GPU is a MemoryActivity. It has a number of units (slices of a wave, or bytes of a transfer), each of
+which takes memory time. Something else limits its pace: multipliers, a link, or the requests in flight. If the activities
+demand more than all of the memory's time, the arbiter decides:
 
-    round_robin      both streams get the same share; what one does not use, the other has          (T3)
-    compute_first    compute has what it asks for, communication what is left, but never less than one request
-                     in `starvation` + 1                                                            (T3-MCA)
+    round_robin      both streams get the same share; a stream can use the time that the other leaves     (T3)
+    compute_first    compute gets all that it demands, and communication the rest, but at least one request
+                     in `starvation` + 1                                                                  (T3-MCA)
 
-Flows of a stream share what it gets in proportion to what they ask for.
+The activities of a stream share its time in proportion to their demands.
 
-The arbiter also sets how long a read waits. While communication has work it keeps its part of every channel's queue full: all
-of it under round_robin; under compute_first `threshold` entries, by the memory intensity of the GEMM's first stage, since a
-communication access enters only while fewer are in the queue. Those entries are served before a read that comes after them:
+The arbiter also determines how long a read waits. While communication is active, it keeps its part of every channel's queue
+full. Under round_robin this is the whole queue. Under compute_first it is `threshold` entries, which depends on the memory
+intensity of the GEMM's first stage. A later read is served after these entries:
 
-    latency = unloaded latency + entries of communication * time of an entry * mean cost of what communication does
+    latency = unloaded latency + entries of communication * time of an entry * mean cost of a communication access
 
 A near-memory update takes `update_cost` times the memory time of a write. The paper doubles the column delay of back-to-back
-updates. That is a delay within one bank group; a stream that is interleaved over four of them hides some or all of it, so the
-cost is between 1 and 2, and 1.25 is assumed. The results speak against 2, at which
+updates. That delay applies within one bank group. A stream that is interleaved over four groups hides some or all of it, so the
+cost is between 1 and 2, and 1.25 is assumed. Three results argue against 2:
 
-- an update takes as long as the read and the write that it replaces, so that near-memory compute would save no time;
-- T3-MCA is 8 % slower than T3 in OP layers before the all-gather, where the paper has both near the ideal or above it;
-- the largest speed-ups of T3 and T3-MCA are 28 % and 41 %, where the paper has 39 % and 47 %.
+- an update would take as long as the read and the write that it replaces, so near-memory compute would save no time;
+- T3-MCA would be 8 % slower than T3 in OP layers before the all-gather, while both are near or above the ideal in the paper;
+- the largest speed-ups of T3 and T3-MCA would be 28 % and 41 %, compared with 39 % and 47 % in the paper.
 
-For 2 speaks that the geometric means, 19 % and 28 %, are nearer to the paper's 20 % and 30 % than the 22 % and 32 % at 1.25.
-`weft.studies.t3.variants.update_costs` has the headline at 1, 1.25 and 2.
+One result argues for 2: the geometric means, 19 % and 28 %, are nearer to the paper's 20 % and 30 % than the 22 % and 32 % at
+1.25. `weft.studies.t3.variants.update_costs` returns the headline at 1, 1.25 and 2.
 
-Source: T3, arXiv 2401.16677, section 4.5 (memory-controller arbitration). Time is whole nanoseconds: a flow ends at the first
-at which its last unit is through; rates are set once for all that starts and ends within a nanosecond.
+Source: T3, arXiv 2401.16677, section 4.5 (memory-controller arbitration). Time is in whole nanoseconds. An activity ends in the
+first nanosecond in which its last unit is done. Rates are set once per nanosecond, for all activities that start or end in it.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ Policy = Literal["round_robin", "compute_first"]
 
 @dataclass(eq=False, slots=True)
 class MemoryActivity:
-    """An activity under way. left: units; pace: units a nanosecond when memory does not bind; cost: memory ns of a unit.
+    """MemoryActivity is an activity in progress.
 
-    weight: mean cost of its accesses, relative to a read. posted: stores that nobody waits for; a stream's other flows
-    come first.
+    left: the units left.
+    pace: returns the units per nanosecond if memory is not the limit.
+    cost: the memory time of a unit in nanoseconds.
+    weight: the mean cost of its accesses, relative to a read.
+    posted: whether it consists of posted stores. The stream's other activities come first.
     """
 
     stream: Stream
@@ -67,9 +70,11 @@ class MemoryActivity:
 
 @dataclass
 class GpuMemory(Settled):
-    """The memory of one simulated GPU. threshold: entries of a queue that communication may hold; None: all.
+    """GpuMemory is the memory of one simulated GPU.
 
-    traffic: bytes moved so far, by class; peak: the highest share of the memory's time that was ever given out.
+    threshold: the number of queue entries that communication may hold. None if there is no limit.
+    traffic: the bytes moved so far, by class.
+    peak: the highest share of the memory's rate in use so far.
     """
 
     system: T3System
@@ -92,11 +97,11 @@ class GpuMemory(Settled):
         update: frozenset[str] = frozenset(),
         posted: bool = False,
     ) -> simpy.Event:
-        """Start an activity that moves `traffic` bytes by class over its units; the event is its end.
+        """Start an activity that moves `traffic` bytes by class over its units. Returns the event of its end.
 
-        update: the classes that are near-memory updates. posted: see MemoryActivity. Without near-memory compute the memory
-        controller reads what an update changes and writes the sum, and the update keeps its entry of the queue meanwhile: it
-        costs a write, and a read of class update_read.
+        update: the classes that are near-memory updates. Without near-memory compute the memory controller reads the old value
+            and writes the sum, while the update keeps its queue entry. This costs a write, and a read of class update_read.
+        posted: see MemoryActivity.
         """
         done = self.env.event()
         updated = sum(part for name, part in traffic.items() if name in update)
@@ -117,7 +122,7 @@ class GpuMemory(Settled):
         return done
 
     def latency_ns(self) -> float:
-        """Of a read now."""
+        """Return the current latency of a read."""
         sharing = [flow for flow in self._flows if flow.stream == "communication" and flow.cost]
         if not sharing:
             return self.system.hbm.latency_ns
@@ -127,7 +132,7 @@ class GpuMemory(Settled):
         return self.system.hbm.latency_ns + entries * self.system.entry_ns * weight
 
     def observe(self, moved: int, ns: int) -> None:
-        """Set the threshold by the memory intensity of a stage that moved so many bytes in so long."""
+        """Set the threshold by the memory intensity of a stage that moved `moved` bytes in `ns` nanoseconds."""
         intensity = moved / self.system.hbm.gbps / max(1, ns)
         limits = zip(self.system.arbiter.intensities, self.system.arbiter.thresholds, strict=True)
         passed = [threshold for least, threshold in limits if intensity >= least]
@@ -150,7 +155,7 @@ class GpuMemory(Settled):
         self._flows = [flow for flow in self._flows if flow.left > DONE]
 
     def settle(self) -> None:
-        """Divide the memory's time between the streams, and within each give reads theirs before posted stores."""
+        """Divide the memory's time between the streams. Within a stream, posted stores get what other activities leave."""
         asked: dict[Stream, float] = {"compute": 0.0, "communication": 0.0}
         paces = [flow.pace() for flow in self._flows]
         asks = [pace * flow.cost for pace, flow in zip(paces, self._flows, strict=True)]
@@ -168,7 +173,7 @@ class GpuMemory(Settled):
         self.peak = max(self.peak, sum(flow.rate * flow.cost for flow in self._flows))
 
     def _given(self, compute: float, communication: float) -> dict[Stream, float]:
-        """The memory's time by stream."""
+        """Return the share of the memory's time that each stream gets, by the shares that they demand."""
         if compute + communication <= 1:
             return {"compute": compute, "communication": communication}
         if self.policy == "round_robin":

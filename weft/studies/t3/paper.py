@@ -1,6 +1,6 @@
-"""Paper: the figures that T3 publishes, and the same ones of a T3Study, side by side.
+"""This module compares the figures that T3 publishes with those of a T3Study.
 
-No constant of a T3System was set for a configuration or a sub-layer. Source of all published values: T3, arXiv 2401.16677,
+No constant of a T3System was set for a single configuration or sub-layer. All published values are from T3, arXiv 2401.16677,
 sections 3, 6 and 7.
 """
 
@@ -56,12 +56,12 @@ SIXTEEN_UNITS = Evidence(
 
 
 def figures(study: T3Study) -> tuple[Figure, ...]:
-    """Every published number that the T3Study has, too."""
+    """Return the published figures that the study also has, each with the study's value."""
     return (*_speedups(study), *_near_memory(study), *_traffic(study), *_wider(study), *_concurrent(study))
 
 
 def _gains(runs: Sequence[SubLayerRun], configuration: Configuration) -> tuple[float, float]:
-    """Geometric mean and maximum of the speedups over sequential, less 1."""
+    """Return the geometric mean and the maximum of the speed-ups over sequential, minus 1."""
     speedups = [run.speedup(configuration) for run in runs]
     return geomean(speedups) - 1, max(speedups) - 1
 

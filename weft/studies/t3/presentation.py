@@ -1,4 +1,4 @@
-"""Presentation: T3's evaluation as a Study: its tables, charts, spans and record."""
+"""This module defines the Study of T3's evaluation, with its tables, charts and spans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLASSES = {
 
 
 def facts(system: T3System) -> list[tuple[str, str]]:
-    """The system in short."""
+    """Return a summary of the system."""
     return [
         ("System", system.words),
         ("Peak", f"{system.peak_tflops:.0f} TFLOP/s, half precision"),
@@ -38,7 +38,7 @@ def facts(system: T3System) -> list[tuple[str, str]]:
 
 
 def tables(done: T3Study) -> tuple[StudyTable, ...]:
-    """Sub-layers, their traffic, whole models, shared units and other mappings."""
+    """Return the tables of sub-layers, their traffic, whole models, shared units and other mappings."""
     everything = (*done.sublayers, *done.large)
     mapped = [
         (m.collective, *(f"{ns / 1e3:.0f}" for ns in (m.gemm_ns, m.communication_ns, m.fused.ns)), str(m.fused.entries))
@@ -75,7 +75,7 @@ def tables(done: T3Study) -> tuple[StudyTable, ...]:
 
 
 def sublayers_table(runs: Iterable[SubLayerRun]) -> list[Row]:
-    """Times of sequential's kernels, speed-ups over it, and what T3-MCA does to traffic and tracker."""
+    """Return a row per sub-layer: kernel times, speed-ups over sequential, and T3-MCA's traffic and tracker entries."""
     heads = ("GEMM us", "RS us", "AG us", *(TITLES[name] for name in COMPARED), "traffic", "entries", "spilled")
     return [("sub-layer", *heads), *map(_sublayer, runs)]
 
@@ -94,7 +94,7 @@ def _traffic(run: SubLayerRun) -> Row:
 
 
 def variants(done: T3Study, progress: Progress) -> tuple[StudyTable, ...]:
-    """What sizes of the tracker, switched-off mechanisms, costs of an update and other numbers do."""
+    """Simulate other tracker sizes, mechanisms switched off, other costs of an update and other systems."""
     system, runs = done.system, done.sublayers
     progress("sizes of the tracker", 0, 5)
     sizes = [
@@ -131,7 +131,7 @@ def _gains(*shares: float) -> list[str]:
 
 
 def _variants(rows: Iterable[VariantRow]) -> list[Row]:
-    """Speed-ups over sequential, and of T3-MCA over T3; what a slice's multiplication and its fetch take under each."""
+    """Return a row per variant: speed-ups over sequential and of T3-MCA over T3, and times to multiply and fetch a slice."""
     heads = ("", "T3", "T3-MCA", "ideal", "MCA over T3", "in OP layers", "in others", "multiply ns", "fetch ns", "with MCA ns")
     found = [
         (
@@ -145,7 +145,7 @@ def _variants(rows: Iterable[VariantRow]) -> list[Row]:
 
 
 def charts(done: T3Study) -> tuple[Chart, ...]:
-    """Speed-ups by sub-layer, and memory traffic by class."""
+    """Return charts of the speed-ups by sub-layer and of memory traffic by class."""
     found = [
         (f"{run.name} {title}", traffic)
         for run in done.sublayers
@@ -175,7 +175,7 @@ def _speedups(name: str, title: str, runs: Sequence[SubLayerRun]) -> ColumnChart
 
 
 def spans(done: T3Study) -> dict[str, tuple[Span, ...]]:
-    """Every sub-layer as sequential, T3 and T3-MCA run it, as spans of the GPU that stands for all: by title."""
+    """Return the spans of every sub-layer under sequential, T3 and T3-MCA, by title. The one GPU represents all."""
     found: dict[str, tuple[Span, ...]] = {}
     for run in (*done.sublayers, *done.large):
         found[f"{run.name} sequential"] = _in_turn(run, run.gemm.ns, run.gemm.ns + run.reduce_scatter.ns, tracked=False)
@@ -185,7 +185,7 @@ def spans(done: T3Study) -> dict[str, tuple[Span, ...]]:
 
 
 def _in_turn(run: SubLayerRun, gemm_ns: int, scattered_ns: int, *, tracked: bool) -> tuple[Span, ...]:
-    """The GEMM, the reduce-scatter after it or, tracked, concurrent with it, and the all-gather."""
+    """Return the spans of GEMM, reduce-scatter and all-gather. If tracked, the reduce-scatter starts with the GEMM."""
     end_ns = scattered_ns + run.all_gather.ns
     parts = (
         ("units", "gemm", 0, gemm_ns),
@@ -206,7 +206,7 @@ def _in_turn(run: SubLayerRun, gemm_ns: int, scattered_ns: int, *, tracked: bool
 
 
 def sample(system: T3System) -> tuple[Figure, ...]:
-    """All figures."""
+    """Return all figures of a system. No other mappings are simulated, because no figure needs them."""
     study.require_tiles(system)
     return figures(study.run(system, mapped=()))
 

@@ -1,4 +1,4 @@
-"""Study: everything that T3's evaluation reports, simulated on one T3System, as one value.
+"""This module simulates all that T3's evaluation reports on one T3System. A T3Study has the results.
 
 Contract: `run(system)` is a pure function: the same system gives the same T3Study, to the nanosecond. It takes a few seconds.
 """
@@ -29,13 +29,16 @@ Pass = Literal["training", "prompt"]
 PHASES: dict[Pass, tuple[Phase, ...]] = {"training": ("forward", "backward"), "prompt": ("forward",)}
 CONCURRENT_UNITS = (8, 16)
 MAPPED = SubLayer(model=MODELS[1], layer="FC2", world_size=8)
-"""The sub-layer whose GEMM the other mappings are shown with."""
+"""The sub-layer whose GEMM is fused with other collectives than the ring reduce-scatter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndToEnd:
-    """A whole model. share: of sequential's time that the four sub-layers take; speedup: with T3-MCA in their place;
-    speedup_t3: with T3."""
+    """EndToEnd is the result of a whole model.
+
+    share: the share of sequential's time that the four sub-layers take.
+    speedup: the speed-up with T3-MCA.
+    speedup_t3: the speed-up with T3."""
 
     name: str
     kind: Pass
@@ -46,12 +49,14 @@ class EndToEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentAllReduce:
-    """A GEMM that runs during the all-reduce of another GEMM's output, each on its own units, without memory contention.
+    """ConcurrentAllReduce is a GEMM that runs during the all-reduce of another GEMM's output, without memory contention.
 
-    Of which sub-layers the paper has this (section 3.2) is not known here; these are the 16 of its other figures.
+    Section 3.2 of the paper does not name its sub-layers. These are the 16 of the paper's other figures.
 
-    units: of the all-reduce; the GEMM has the others. None: both have all, which cannot be, and is what there is to gain.
-    Slowdowns and speedup are by sub-layer: over alone on all units, and over one after the other.
+    units: the number of units of the all-reduce. The GEMM has the others. None gives all units to both, which is the limit
+        of what overlap can gain.
+    gemm_slowdowns, all_reduce_slowdowns: by sub-layer, the time relative to a run alone on all units.
+    speedups: by sub-layer, the speed-up over one after the other.
     """
 
     units: int | None
@@ -62,7 +67,9 @@ class ConcurrentAllReduce:
 
 @dataclass(frozen=True, kw_only=True)
 class Mapped:
-    """Another collective of the same GEMM, over a link to each peer. communication_ns: its transfers alone."""
+    """Mapped is the result of MAPPED's GEMM with another collective, on GPUs with a link to each peer.
+
+    communication_ns: the time of the transfers alone."""
 
     collective: Collective
     gemm_ns: int
@@ -72,7 +79,7 @@ class Mapped:
 
 @dataclass(frozen=True, kw_only=True)
 class T3Study:
-    """The whole evaluation. large: the sub-layers of the large models; large_end_to_end: these models."""
+    """T3Study has the results of the whole evaluation. `large` and `large_end_to_end` are those of the large models."""
 
     system: T3System
     sublayers: tuple[SubLayerRun, ...]
@@ -88,10 +95,11 @@ def run(
     progress: Progress = lambda text, done, total: None,
     mapped: Sequence[Collective] = ("direct_reduce_scatter", "all_to_all", "all_gather"),
 ) -> T3Study:
-    """Simulate all of it. mapped: the other collectives. progress: called with what comes next, how much is done, and of how
-    much.
+    """Simulate the whole evaluation.
 
-    Raises ValueError where the tiles of an output do not divide among its ranks, or the units are too few to share.
+    progress: called with the next item, the items done and the total. mapped: the other collectives.
+
+    Raises ValueError if the tiles of an output do not divide evenly among its ranks, or if the units are too few to share.
     """
     if system.units <= max(CONCURRENT_UNITS):
         raise ValueError(f"units is {system.units}; sharing them needs more than {max(CONCURRENT_UNITS)}")
@@ -118,7 +126,7 @@ def run(
 
 
 def require_tiles(system: T3System) -> None:
-    """Raises ValueError where the tiles of an output do not divide among its ranks, before anything is simulated."""
+    """Raise ValueError if the tiles of an output do not divide evenly among its ranks. Nothing is simulated."""
     for sublayer in (*SUBLAYERS, *LARGE_SUBLAYERS):
         gemm = sublayer.gemm
         Chunks(tiles=Grid(gemm, system).tiles, out_bytes=gemm.out_bytes, world_size=sublayer.world_size)
@@ -127,7 +135,7 @@ def require_tiles(system: T3System) -> None:
 def run_sublayers(
     system: T3System, sublayers: Sequence[SubLayer], progress: Callable[[str, int], None] = lambda text, done: None
 ) -> Iterator[SubLayerRun]:
-    """Each sub-layer in all configurations. Those with the same GEMM are simulated once."""
+    """Yield the results of each sub-layer in all configurations. Sub-layers with the same GEMM are simulated once."""
     known: dict[LayerGemm, SubLayerRun] = {}
     for done, sublayer in enumerate(sublayers):
         progress(sublayer.name, done)
@@ -138,7 +146,7 @@ def run_sublayers(
 
 
 def _end_to_end(system: T3System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> Iterator[EndToEnd]:
-    """The models that have these sub-layers, which ran so."""
+    """Yield the results of the models that consist of these sub-layers. `runs` has the result of each sub-layer."""
     parts: dict[tuple[Transformer, int], dict[Layer, SubLayerRun]] = {}
     for sublayer, run in zip(sublayers, runs, strict=True):
         parts.setdefault((sublayer.model, sublayer.world_size), {})[sublayer.layer] = run
@@ -151,14 +159,14 @@ def _end_to_end(system: T3System, sublayers: Sequence[SubLayer], runs: Sequence[
 
 
 def _whole(name: str, kind: Pass, rest: int, runs: Sequence[SubLayerRun]) -> EndToEnd:
-    """A model that takes `rest` ns outside these sub-layers."""
+    """Return the result of a model that takes `rest` ns outside these sub-layers."""
     before, t3, t3_mca = (rest + sum(run.ns(each) for run in runs) for each in ("sequential", "t3", "t3_mca"))
     share, speedup, speedup_t3 = 1 - rest / before, before / t3_mca, before / t3
     return EndToEnd(name=name, kind=kind, share=share, speedup=speedup, speedup_t3=speedup_t3)
 
 
 def concurrent(system: T3System, units: int | None) -> ConcurrentAllReduce:
-    """All sub-layers, with `units` for the all-reduce. Raises ValueError if none are left."""
+    """Simulate all sub-layers with `units` units for the all-reduce. Raises ValueError if no units are left for the GEMM."""
     if units is not None and not 0 < units < system.units:
         raise ValueError(f"units is {units}; of {system.units} each side needs at least 1")
     rest = None if units is None else system.units - units
@@ -172,7 +180,9 @@ def concurrent(system: T3System, units: int | None) -> ConcurrentAllReduce:
 
 
 def _kernels_ns(system: T3System, rest: int | None, units: int | None) -> Iterator[tuple[int, int]]:
-    """Every sub-layer's GEMM on `rest` units and its all-reduce on `units` (None: all), each alone. Equal ones are run once."""
+    """Yield the times, each alone, of every sub-layer's GEMM on `rest` units and its all-reduce on `units` units.
+
+    None stands for all units. Equal sub-layers are simulated once."""
     known: dict[tuple[LayerGemm, int], tuple[int, int]] = {}
     for sublayer in SUBLAYERS:
         gemm, world_size = replace(sublayer.gemm, name="GEMM"), sublayer.world_size

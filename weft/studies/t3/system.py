@@ -1,9 +1,9 @@
-"""System: the simulated GPU of T3, as numbers, each with its source. One value serves every sub-layer and configuration.
+"""A T3System describes the simulated GPU of T3 by numbers. All sub-layers and configurations use the same value.
 
-Contract: as weft.machine's profiles: a T3System that exists is complete, every number is from 1e-12 to 1e15, and `sources` says
-of each where it is from. weft.studies.profile has what gives a T3System with one number replaced.
+Contract: as in the profiles of weft.machine, a T3System is complete, every number is from 1e-12 to 1e15, and `sources` names
+the source of each. weft.studies.profile returns copies with one number replaced.
 
-Times are whole nanoseconds, rates 1e9 bytes/s, which is bytes a nanosecond.
+Times are whole nanoseconds. Rates are in 1e9 bytes/s, which is bytes per nanosecond.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ PROFILE = Path(__file__).with_name("system.json")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkgroupTile:
-    """A workgroup's part of a GEMM's output. k: of one slice, of which `stages` are in shared memory.
+    """WorkgroupTile is the part of a GEMM's output that one workgroup computes.
 
-    group_rows: rows of tiles that are finished, column by column, before the next ones. wavefronts: of one workgroup.
+    rows, cols: the size of the tile.
+    k: the size along K of one slice of the operands.
+    stages: the number of slices in shared memory.
+    group_rows: the number of tile rows in a group. A group is computed column by column before the next group starts.
+    wavefronts: the number of wavefronts of a workgroup.
     """
 
     rows: int
@@ -36,7 +40,7 @@ class WorkgroupTile:
 
 @dataclass(frozen=True, kw_only=True)
 class Llc:
-    """Last-level cache."""
+    """Llc is the last-level cache."""
 
     bytes: int
     latency_ns: int
@@ -44,9 +48,12 @@ class Llc:
 
 @dataclass(frozen=True, kw_only=True)
 class Hbm:
-    """Memory. latency_ns: of a read that finds no queue. channels: each with a queue of queue_entries requests of entry_bytes.
+    """Hbm is the memory of the GPU.
 
-    update_cost: memory time of a near-memory update, relative to a write.
+    gbps: the total rate.
+    latency_ns: the latency of a read if the queues are empty.
+    channels: the number of channels. Each has a queue of `queue_entries` requests of `entry_bytes` bytes.
+    update_cost: the memory time of a near-memory update, relative to a write.
     """
 
     gbps: float
@@ -59,9 +66,12 @@ class Hbm:
 
 @dataclass(frozen=True, kw_only=True)
 class Arbiter:
-    """T3-MCA. thresholds: entries of a queue that communication may hold, by the memory intensity of a GEMM's first stage:
-    none below intensities[0], thresholds[i] from intensities[i] on. starvation: compute requests after which one of
-    communication is served whatever waits."""
+    """Arbiter is T3-MCA, which limits the queue entries that communication may hold.
+
+    thresholds: the limits. thresholds[i] applies from a memory intensity of intensities[i] of the GEMM's first stage on.
+    intensities: the lower bounds of these ranges. There is no limit below the first.
+    starvation: the number of compute requests after which a communication request is always served.
+    """
 
     thresholds: tuple[int, ...]
     intensities: tuple[float, ...]
@@ -70,7 +80,7 @@ class Arbiter:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """To the next GPU; on a fully connected system, to each."""
+    """Link connects a GPU to the next one, or to each other one in a fully connected system."""
 
     gbps: float
     latency_ns: int
@@ -78,8 +88,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerSize:
-    """entries: wavefront tiles that it follows at a time. spill_bytes: moved by each access to a count in
-    memory, of a tile that has no entry."""
+    """TrackerSize is the capacity of the tracker.
+
+    entries: the number of wavefront tiles that it tracks at a time.
+    spill_bytes: the bytes that each update of a tile without an entry moves. The count of such a tile is in memory."""
 
     entries: int
     spill_bytes: int
@@ -87,7 +99,7 @@ class TrackerSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanisms:
-    """Switches of T3's mechanisms. All are on in the shipped system; each can be switched off by itself.
+    """Mechanisms has a switch for each of T3's mechanisms. The shipped system has all of them on.
 
     | switch | when it is off |
     | --- | --- |
@@ -95,7 +107,7 @@ class Mechanisms:
     | llc_bypass | the output goes through the last-level cache, evicts inputs, and reaches the memory one wave later |
     | arbiter | T3-MCA arbitrates round-robin, as T3 does |
     | rotation | every GPU produces the chunks in the same order |
-    | tracker | nothing follows single tiles: a chunk is sent once all of it has had all updates |
+    | tracker | tiles are not tracked: a chunk is sent once all of its tiles have received all updates |
 
     Without rotation the GPUs differ, so all of them are simulated: the whole study then takes about a minute of CPU time.
     """
@@ -109,10 +121,13 @@ class Mechanisms:
 
 @dataclass(frozen=True, kw_only=True)
 class T3System:
-    """One of N equal GPUs. See the module's text.
+    """T3System is one of N equal GPUs. See the module's text.
 
-    units: compute units. flops_per_clock: of one unit, half precision. unit_gbps: memory traffic that one unit can have
-    under way. pipeline: pieces into which a kernel of a collective cuts a ring's chunk. dma_tiles: tiles a command moves.
+    units: the number of compute units.
+    flops_per_clock: the half-precision operations of one unit per clock.
+    unit_gbps: the highest rate of memory traffic of one unit.
+    pipeline: the number of pieces into which the kernel of a ring collective cuts a chunk.
+    dma_tiles: the number of tiles that a DMA command moves.
     """
 
     name: str
@@ -143,12 +158,12 @@ class T3System:
 
     @property
     def slice_ns(self) -> float:
-        """A unit multiplies one slice of a tile."""
+        """The time in which a unit multiplies one slice of a tile."""
         return 2 * self.tile.rows * self.tile.cols * self.tile.k / (self.flops_per_clock * self.clock_ghz)
 
     @property
     def slice_bytes(self) -> int:
-        """A slice of a tile's two operands, in half precision."""
+        """The bytes of one slice of a tile's two operands, in half precision."""
         return 2 * self.tile.k * (self.tile.rows + self.tile.cols)
 
     @property
@@ -157,15 +172,15 @@ class T3System:
 
     @property
     def entry_ns(self) -> float:
-        """A channel serves one request."""
+        """The time in which a channel serves one request."""
         return self.hbm.entry_bytes * self.hbm.channels / self.hbm.gbps
 
     def assumed(self) -> tuple[str, ...]:
-        """Paths of the numbers that no source gives."""
+        """Return the paths of the numbers that are assumed because no source gives them."""
         return profile.assumed(self)
 
 
 @cache
 def load() -> T3System:
-    """The shipped profile: T3, arXiv 2401.16677, section 5."""
+    """Return the shipped profile, which describes the GPU of T3, arXiv 2401.16677, section 5."""
     return codec.read(T3System, PROFILE)

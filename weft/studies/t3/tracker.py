@@ -107,7 +107,7 @@ class Tracker:
 
 
 def _ranges(tiles: list[int]) -> Iterator[tuple[int, int]]:
-    """Rising numbers as ranges.
+    """Yield the ranges (start, end) that rising numbers form.
 
     >>> list(_ranges([1, 2, 3, 7]))
     [(1, 4), (7, 8)]

@@ -1,27 +1,27 @@
-"""Variants: what the headline of T3 becomes without each mechanism, and on systems that differ in one number.
+"""This module simulates T3's headline without each mechanism, and on systems that differ in one number.
 
 | function | what it varies |
 | --- | --- |
 | tracker_sizes | entries of the tracker: 64, 256 and 1,024 |
 | ablation | T3-MCA with each mechanism switched off |
-| update_costs | memory time of a near-memory update: as a write, 1.25 times, and the paper's twice |
+| update_costs | memory time of a near-memory update: 1, 1.25 and 2 times that of a write. 2 is the paper's number |
 | more_units | twice the compute units |
-| cliff | three numbers that take T3-MCA's gain over T3 away, or most of it |
+| cliff | three numbers that remove T3-MCA's gain over T3, or most of it |
 
-The cliff. In this model communication slows a GEMM down because reads wait longer: a slice of the main loop takes the longer
-of its multiplication and its fetch, and a fetch takes the memory's latency plus the time of the communication's entries in the
-queue. In the shipped system a slice is multiplied in 731 ns. T3 lets communication fill the queue, so that a fetch takes
-1,210 ns and the large layers (FC2, FC1, IP) are slower. T3-MCA bounds communication to 30 entries there, and a fetch takes
-758 ns. With a queue of 32 entries T3's communication has hardly more of them than T3-MCA's, a fetch takes 767 ns, and the
-arbiter has nothing to gain. What it costs remains: in OP layers the stores of a wave use all of the memory, compute first makes
-communication wait for them, and these layers end when communication ends. The thresholds are not the cause: with 32 entries or
-three stages the intensity of every first stage stays in its class. They are not scaled with the queue, since the paper gives
-them as numbers of entries.
+Why there is a cliff. In this model communication slows a GEMM down because reads wait longer. A slice of the main loop takes
+the longer of its multiplication and its fetch. A fetch takes the memory's latency plus the time of the communication's entries
+in the queue. In the shipped system a multiplication takes 731 ns. T3 lets communication fill the queue, so a fetch takes
+1,210 ns and the large layers (FC2, FC1, IP) are slower. T3-MCA limits communication to 30 entries there, so a fetch takes
+758 ns. With a queue of 32 entries, T3's communication holds hardly more entries than T3-MCA's. A fetch takes 767 ns, and the
+arbiter gains nothing. Its cost remains: in OP layers the stores of a wave use the whole memory rate, and compute first makes
+communication wait for them, although these layers end when communication ends. The thresholds are not the cause, because with
+32 entries or three stages the intensity of every first stage stays in its class. They are not scaled with the queue, because
+the paper gives them as numbers of entries.
 
-With a third stage or a deeper slice the cliff was a defect of the model. A unit fetched as many slices as had room in shared
-memory, however many bytes these are, and so hid all of T3's latency. Now a unit has no more bytes under way than `unit_gbps`
-times the latency, as its stores and the kernels of collectives always had, and T3-MCA keeps a gain of 3 to 4 %. What is left of
-the edge is a limit of the model: a fetch is hidden wholly or not at all, since every read takes the mean latency.
+With a third stage or a deeper slice, the cliff was a defect of the model: a unit fetched all slices for which shared memory had
+room, whatever their size, and so hid all of T3's latency. Now a unit has at most `unit_gbps` times the latency bytes in flight,
+as for its stores and the kernels of collectives, and T3-MCA keeps a gain of 3 to 4 %. The remaining step is a limit of the
+model: every read takes the mean latency, so all fetches are hidden or none.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ CLIFF: tuple[tuple[str, int], ...] = (("tile.stages", 3), ("tile.k", 64), ("hbm.
 
 @dataclass(frozen=True, kw_only=True)
 class VariantRow:
-    """The headline of one system. name: what was changed, "as it is" for nothing.
+    """VariantRow has the headline of one system. Means are geometric.
 
-    t3, t3_mca, ideal: speed-ups over sequential, geometric means, less 1; t3_max, t3_mca_max, ideal_max: maxima. gain: T3-MCA's
-    over T3 before the all-gather, geometric mean, less 1; gain_op: the same of OP layers alone; gain_others: of all others.
-    saved: memory traffic that T3-MCA saves, geometric mean. multiply_ns: of one slice of a tile; fetch_ns: of one slice while
-    T3's communication is under way; fetch_mca_ns: the same under T3-MCA's highest threshold.
+    name: the number that was changed. "as it is" if none was.
+    t3, t3_mca, ideal: the mean speed-ups over sequential, minus 1.
+    t3_max, t3_mca_max, ideal_max: the largest speed-ups, minus 1.
+    gain: the mean speed-up of T3-MCA over T3 before the all-gather, minus 1.
+    gain_op, gain_others: the same in OP layers only, and in the other layers only.
+    saved: the mean share of memory traffic that T3-MCA saves.
+    multiply_ns: the time to multiply one slice of a tile.
+    fetch_ns, fetch_mca_ns: the time to fetch one slice during T3's communication, and under T3-MCA's highest threshold.
     """
 
     name: str
@@ -76,8 +80,10 @@ class VariantRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerSizeRow:
-    """One size of the tracker, under T3-MCA. spilled: share of tracked wavefront tiles that were counted in memory. traffic:
-    share of reads and writes of their counts in all memory traffic."""
+    """TrackerSizeRow has the results of one tracker size, under T3-MCA.
+
+    spilled: the share of wavefront tiles that were counted in memory.
+    traffic: the share of memory traffic that reads and writes these counts."""
 
     entries: int
     spilled: float
@@ -87,8 +93,11 @@ class TrackerSizeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class AblationRow:
-    """T3-MCA without one mechanism. off: its name, None for none. t3_mca, t3_mca_max: speed-ups over sequential, less 1, as
-    geometric mean and as maximum. saved: memory traffic saved, geometric mean."""
+    """AblationRow has the results of T3-MCA without one mechanism.
+
+    off: the mechanism's name. None if all are on.
+    t3_mca, t3_mca_max: the geometric mean and the maximum of the speed-ups over sequential, minus 1.
+    saved: the geometric mean of the share of memory traffic saved."""
 
     off: str | None
     t3_mca: float
@@ -97,7 +106,9 @@ class AblationRow:
 
 
 def tracker_sizes(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[TrackerSizeRow, ...]:
-    """The headline by entries of the tracker. runs: those of the system as it is, if they are there already; so below."""
+    """Return the headline by the number of tracker entries.
+
+    runs: the runs of the unchanged system, if available. The functions below use it in the same sense."""
     rows = []
     for entries in TRACKER_ENTRIES:
         sized = changed(system, "tracker.entries", entries)
@@ -106,7 +117,7 @@ def tracker_sizes(system: T3System, runs: Runs = None, sublayers: Sequence[SubLa
 
 
 def ablation(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[AblationRow, ...]:
-    """T3-MCA as it is, and with each mechanism off. Without rotation all GPUs are simulated, which takes several seconds."""
+    """Return the results with all mechanisms on, and with each one off. Without rotation this takes several seconds."""
     before = _runs(system, sublayers, runs)
     rows = [_ablated(None, before, [run.t3_mca for run in before])]
     for switch in fields(Mechanisms):
@@ -116,18 +127,19 @@ def ablation(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] 
 
 
 def update_costs(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[VariantRow, ...]:
-    """The headline by the memory time of a near-memory update. At 2 an update takes as long as the read and the write that it
-    replaces, so near-memory compute saves traffic, and no time."""
+    """Return the headline by the memory time of a near-memory update.
+
+    At 2 an update takes as long as the read and the write that it replaces, so near-memory compute saves only traffic."""
     return _changed(system, runs, sublayers, [("hbm.update_cost", cost) for cost in UPDATE_COSTS])
 
 
 def more_units(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[VariantRow, ...]:
-    """The headline as it is, and with twice the compute units: the GEMM is faster, and less of it hides communication."""
+    """Return the headline as it is, and with twice the compute units, whose faster GEMM hides less communication."""
     return _changed(system, runs, sublayers, [AS_IT_IS, ("units", 2 * system.units)])
 
 
 def cliff(system: T3System, runs: Runs = None, sublayers: Sequence[SubLayer] = SUBLAYERS) -> tuple[VariantRow, ...]:
-    """The headline as it is, and with each number that takes T3-MCA's gain over T3 away. See the module's text for why."""
+    """Return the headline as it is, and with each number that removes T3-MCA's gain over T3. See the module's text."""
     return _changed(system, runs, sublayers, [AS_IT_IS, *CLIFF])
 
 
@@ -138,7 +150,7 @@ def _runs(system: T3System, sublayers: Sequence[SubLayer], runs: Runs) -> Sequen
 def _changed(
     system: T3System, runs: Runs, sublayers: Sequence[SubLayer], changes: Sequence[tuple[str, Any]]
 ) -> tuple[VariantRow, ...]:
-    """The headline with each of these numbers changed, one at a time."""
+    """Return the headline for each of these changes of one number."""
     rows = []
     for path, value in changes:
         other = changed(system, path, value) if path else system
@@ -176,12 +188,12 @@ def _mean(gains: Sequence[float]) -> float:
 
 
 def _bytes(run: SubLayerRun, overlapped: Overlapped) -> int:
-    """Memory traffic of a fused GEMM and the all-gather after it."""
+    """Return the memory traffic of a fused GEMM and the all-gather after it."""
     return overlapped.bytes + run.all_gather.bytes
 
 
 def _fetch_ns(system: T3System, policy: Policy) -> float:
-    """Of one slice, while a ring's command is under way."""
+    """Return the time to fetch one slice while a ring transfer is in progress."""
     memory = GpuMemory(simpy.Environment(), system, policy, max(system.arbiter.thresholds))
     memory.flow("communication", 1, lambda: 1.0, {"rs_read": 1, "rs_write": 1}, update=frozenset(["rs_write"]))
     return memory.latency_ns() / slices_under_way(system)
@@ -198,12 +210,12 @@ def _tracker_size(system: T3System, sublayers: Sequence[SubLayer], runs: Sequenc
 
 
 def _wavefronts_per_byte(system: T3System) -> float:
-    """Tracked wavefront tiles of a byte of output."""
+    """Return the number of wavefront tiles per byte of output."""
     return system.tile.wavefronts / (2 * system.tile.rows * system.tile.cols)
 
 
 def _fused(system: T3System, sublayers: Sequence[SubLayer]) -> Iterator[Overlapped]:
-    """T3-MCA's fused GEMM of each sub-layer. Equal ones are run once."""
+    """Simulate T3-MCA's fused GEMM of each sub-layer. Equal sub-layers are simulated once."""
     known: dict[tuple[LayerGemm, int], Overlapped] = {}
     for sublayer in sublayers:
         key = replace(sublayer.gemm, name="GEMM"), sublayer.world_size

@@ -1,14 +1,15 @@
-"""Work: the GEMMs of a transformer whose output is reduced over all ranks, as T3 evaluates them.
+"""This module defines the GEMMs that T3 evaluates: those of a transformer whose output is reduced over all ranks.
 
-A layer that is cut over N ranks ends four of its GEMMs with an all-reduce, which T3 takes as a reduce-scatter, fused with the
-GEMM, and an all-gather. With hidden size H all have M = tokens, N = H and
+In a layer that is sharded over the ranks, four GEMMs end with an all-reduce. T3 splits it into a reduce-scatter, which it fuses
+with the GEMM, and an all-gather. With hidden size H, these GEMMs have M = tokens, N = H and
 
     OP   attention's output projection, forward      K =     H / ranks
     FC2  the MLP's second matmul, forward            K = 4 * H / ranks
     FC1  gradient to the MLP's input, backward       K = 4 * H / ranks
     IP   gradient to attention's input, backward     K = 3 * H / ranks
 
-Source: T3, arXiv 2401.16677, section 5 (models, ranks). Tokens are 16 x 1024, 8 x 1024, and for the large models 2 x 1024.
+Source of models and ranks: T3, arXiv 2401.16677, section 5. A batch has 16 x 1024 or 8 x 1024 tokens, or 2 x 1024 in the large
+models.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FACTOR: dict[Layer, int] = {"OP": 1, "FC2": 4, "FC1": 4, "IP": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """A transformer: hidden size, and tokens of a batch. heads: of attention, for the work between its GEMMs."""
+    """Transformer is a model. `tokens` counts those of a batch. `heads` sets the work of attention between the GEMMs."""
 
     name: str
     hidden: int
@@ -35,7 +36,7 @@ class Transformer:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGemm:
-    """M x N x K in half precision, on one GPU. name: for people."""
+    """LayerGemm is a GEMM of M x N x K in half precision on one GPU. `name` is shown to people."""
 
     name: str
     m: int
@@ -58,7 +59,7 @@ class LayerGemm:
 
 @dataclass(frozen=True, kw_only=True)
 class SubLayer:
-    """One of a model's GEMMs with its all-reduce, on `world_size` GPUs."""
+    """SubLayer is one of a model's GEMMs with its all-reduce, on `world_size` GPUs."""
 
     model: Transformer
     layer: Layer
@@ -70,7 +71,7 @@ class SubLayer:
 
     @property
     def gemm(self) -> LayerGemm:
-        """One rank's part. Raises ValueError if there are more ranks than columns."""
+        """One rank's part of the GEMM. Raises ValueError if it would be empty because there are too many ranks."""
         model = self.model
         return LayerGemm(name=self.name, m=model.tokens, n=model.hidden, k=FACTOR[self.layer] * model.hidden // self.world_size)
 

@@ -1,5 +1,5 @@
-"""The base profile for numbers that no probe measures: for GPUs the nearest shipped profile, for a CPU a model of the host
-executor."""
+"""The base profile has the numbers that no probe measures. For GPUs it is the nearest shipped profile, and for a CPU a model
+of the host executor."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weft.core.problem import ITEMSIZE
 from weft.runtime.nearest import nearest_profile
 
 REPORTED = "the device's own report"
-"""The source of what needs no probe."""
+"""The source of numbers that the device reports, which need no probe."""
 _TILE = 64
 
 
 def base(device: str, ranks: int) -> Machine:
-    """A complete profile to put measured numbers into. device: "cpu" or "cuda"."""
+    """Return a complete profile, in which measured numbers replace others. device: "cpu" or "cuda"."""
     return _host(ranks) if device == "cpu" else _gpu()
 
 
@@ -32,8 +32,9 @@ def _gpu() -> Machine:
 
 
 def _host(ranks: int) -> Machine:
-    """A rank's share of the cores as SMs that take small square tiles; all copies share the host's memory. Every 1 stands for
-    a number that is measured, or that no schedule of the host executor pays."""
+    """Model a rank's share of the cores as SMs with small square tiles. All copies share the host's memory.
+
+    Every 1 is a placeholder for a number that is measured, or that does not matter for the host executor."""
     threads = max(2, (os.cpu_count() or 1) // ranks)
     gpu = Gpu(
         sms=threads,

@@ -1,7 +1,7 @@
-"""Measures work on all ranks: the slowest rank's time, round by round.
+"""Measures work on all ranks. The result is the slowest rank's time in each round.
 
-On a GPU a work's calls are captured in a CUDA graph and replayed between two events, so that neither Python nor a launch from
-the host is in the time. On a CPU they are called between two readings of the clock. A barrier precedes each round.
+On a GPU the calls are captured in a CUDA graph, which is replayed between two events, so the time does not include Python or
+launches by the host. On a CPU they are called between two readings of the clock. A barrier precedes each round.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Work = Callable[[], object]
 
 
 class Clock:
-    """device: "cpu" or "cuda"; this rank's, for the latter the current one."""
+    """Clock measures work on this rank's device. device: "cpu", or "cuda" for the current CUDA device."""
 
     def __init__(self, device: str, rounds: int = ROUNDS) -> None:
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._rounds = rounds
 
     def sample(self, what: str, key: tuple[int, ...], work: Work, *, repeat: int = 1, per: int = 1) -> ProbeSample:
-        """The time of one of `per` equal parts of a work. Collective. repeat: calls in a round."""
+        """Measure a work of `per` equal parts, and return the time of one part. Collective. repeat: the calls per round."""
         work()
         run = self._capture(work, repeat) if self.device.type == "cuda" else _repeat(work, repeat)
         run()
@@ -37,9 +37,9 @@ class Clock:
         return self.slowest(what, key, [us / repeat / per for us in times])
 
     def sample_concurrent(self, what: str, work: Work, other: Work, *, others: int, repeat: int = 1) -> ProbeSample:
-        """The time of `work` while `other`, which is begun `others` times before it, runs on a stream of its own. Collective.
+        """Return the time of `work` while `other` runs on another stream, where it is enqueued `others` times. Collective.
 
-        On GPUs alone. The others must last until the work has ended, and the work be enqueued before they end.
+        Works on GPUs only. `work` must be enqueued and must end before the calls of `other` end.
         """
         assert self.device.type == "cuda", "on a CPU there is no stream"
         side = comm_stream(priority="normal", device=self.device)
@@ -57,13 +57,13 @@ class Clock:
         return self.slowest(what, (), times)
 
     def slowest(self, what: str, key: tuple[int, ...], mine_us: list[float]) -> ProbeSample:
-        """A sample of the slowest rank's times, from this rank's. Collective."""
+        """Return a sample of the slowest rank's times. mine_us: the times of this rank. Collective."""
         times = torch.tensor(mine_us, dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return ProbeSample(what=what, key=key, us=tuple(times.tolist()))
 
     def barrier(self) -> None:
-        """Wait until all ranks are here and their devices are idle."""
+        """Wait until all ranks have called this and their devices are idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier()
@@ -91,7 +91,7 @@ class Clock:
 
 @cache
 def _captures(device: torch.device) -> Captures:
-    """For all measurements, which run one after the other."""
+    """Return the captures that all measurements on a device share, because they run one after the other."""
     return Captures(device)
 
 

@@ -1,4 +1,4 @@
-"""Probes that GPUs and CPUs share: matmuls by shape, local copies, NCCL's collectives as `sequential` runs them."""
+"""These probes run on GPUs and CPUs: matmuls by shape, local copies, and collectives as `sequential` runs them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ COLLECTIVES: dict[str, Op] = {
     "all_reduce": "matmul_all_reduce",
     "all_to_all": "matmul_all_to_all",
 }
-"""Each NCCL collective, and an operator whose sequential program has it."""
+"""For each NCCL collective, an operator whose sequential program contains it."""
 _COLS = 4096
 _SHORT_US = 2000.0
 _FLOPS_PER_US = {"cuda": 4e8, "cpu": 5e4}
 
 
 def gemms(device: str, shapes: Sequence[tuple[int, int, int]], dtype: str) -> list[ProbeSample]:
-    """cuBLAS's matmul; key: M, N, K of it."""
+    """Measure torch's matmul. key: its M, N and K."""
     clock = Clock(device)
     found = []
     for m, n, k in shapes:
@@ -41,7 +41,7 @@ def gemms(device: str, shapes: Sequence[tuple[int, int, int]], dtype: str) -> li
 
 
 def memory(device: str, nbytes: int) -> list[ProbeSample]:
-    """A copy within the rank's memory; key: bytes of it."""
+    """Measure a copy within the rank's memory. key: its bytes."""
     clock = Clock(device)
     src = torch.ones(nbytes, dtype=torch.uint8, device=clock.device)
     dst = torch.empty_like(src)
@@ -49,13 +49,13 @@ def memory(device: str, nbytes: int) -> list[ProbeSample]:
 
 
 def collectives(device: str, op: str, sizes: Sequence[int]) -> list[ProbeSample]:
-    """A collective as `sequential` runs it; key: bytes of a shard, of what goes to one peer, or of an all-reduce's part."""
+    """Measure a collective as `sequential` runs it. key: the bytes of a shard, to one peer, or of an all-reduce's part."""
     clock = Clock(device)
     return [_collective(clock, op, nbytes) for nbytes in sizes]
 
 
 def _collective(clock: Clock, op: str, nbytes: int) -> ProbeSample:
-    """float32 on CPUs, whose libraries may lack other types."""
+    """Measure one size. On CPUs the dtype is float32, because their libraries may lack other types."""
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
     size, cols = dist.get_world_size(), min(_COLS, nbytes // dtype.itemsize)
     rows = nbytes // dtype.itemsize // cols

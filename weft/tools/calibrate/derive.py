@@ -1,8 +1,8 @@
-"""A profile for more GPUs of the kind that one was measured on.
+"""Derives a profile for more GPUs of the kind on which a profile was measured.
 
-What a GPU does alone, its copies, stores, flags and launches are those of the measured profile. Its links are behind a switch,
-so that a port's rate stays. Tables of collectives stay as measured: predictions for more ranks add a hop for each further one,
-and scale what grows with bytes by the number of peers, but never below what the links carry (weft.perf.terms.collective_us).
+Computation, copies, stores, flags and launches are those of the measured profile. The links lead to a switch, so a port's rate
+does not change. The tables of collectives do not change either: predictions for more ranks add a hop for each further rank and
+scale the time per byte by the number of peers, but stay within the links' rate (weft.perf.terms.collective_us).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from weft.core.machine import Machine
 
 
 def derive(machine: Machine, world_size: int, name: str) -> Machine:
-    """`machine` with `world_size` GPUs; sources say what is derived. Raises ValueError for fewer GPUs than it has, and for
-    links that more GPUs would divide among them."""
+    """Return `machine` with `world_size` GPUs. Its sources say which numbers are derived.
+
+    Raises ValueError for fewer GPUs than it has, and for links whose rate more GPUs would have to share."""
     if world_size <= machine.world_size:
         raise ValueError(f"--ranks is {world_size}; {machine.name} has {machine.world_size}: derive a profile of more")
     if machine.links.topology != "switch":

@@ -1,7 +1,7 @@
-"""Probes of GPUs: launches, flags, copy engines, stores from SMs, and what each takes from the other.
+"""These probes measure GPUs: launches, flags, copy engines, stores from SMs, and how they slow each other down.
 
-Every rank runs a probe at the same time as the others; what is said of a copy is so of all ranks copying at once, round the
-ring: rank r to r + 1. Words and memory that peers reach are symmetric memory, made anew by each probe.
+All ranks run a probe at the same time. In a probe of copies, all ranks copy at once around the ring, from rank r to r + 1.
+Flags and memory that peers access are in symmetric memory, which each probe allocates.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _STORE_BYTES = 1 << 24
 _CONCURRENT_BYTES = 1 << 25
 _CONCURRENT_GEMM = 4096
 _LONG = 40
-"""Matmuls of 4096 in a row: some 7 ms of an H200."""
+"""The number of matmuls of size 4096 that run one after the other, which takes about 7 ms on an H200."""
 _ROUNDS = 4
 
 
 def peers(clock: Clock, nbytes: int) -> Allocation:
-    """Zeroed symmetric memory of the world. Collective."""
+    """Return zeroed symmetric memory of all ranks. Collective."""
     group = dist.group.WORLD
     assert group is not None
     rank_group = RankGroup.acquire(group)
@@ -44,19 +44,19 @@ def peers(clock: Clock, nbytes: int) -> Allocation:
 
 
 def stream() -> int:
-    """torch's current stream."""
+    """Return torch's current stream."""
     return int(torch.cuda.current_stream().cuda_stream)
 
 
 def launches(device: str) -> list[ProbeSample]:
-    """Measure kernels of one element, one after the other; key: their number. The time is that of one."""
+    """Measure kernels of one element, one after the other. key: their number. The time is that of one."""
     clock = Clock(device)
     one = torch.zeros(1, device=clock.device)
     return [clock.sample("launch", (_MANY,), lambda: [one.add_(1) for _ in range(_MANY)], per=_MANY)]
 
 
 def flags(device: str) -> list[ProbeSample]:
-    """A stream's signal to itself, wait for it, and lowering: three operations; the time is of one."""
+    """Measure a stream that signals itself, waits, and resets the flag. The time is that of one of the three operations."""
     clock = Clock(device)
     words = torch.zeros(_MANY, dtype=torch.int32, device=clock.device)
     at = [words.data_ptr() + 4 * index for index in range(_MANY)]
@@ -66,14 +66,14 @@ def flags(device: str) -> list[ProbeSample]:
 
 
 def hops(device: str) -> list[ProbeSample]:
-    """A signal to the next rank and the wait for the one before, round after round; the time is of one round.
+    """Measure rounds of a signal to the next rank and a wait for the previous rank. The time is that of one round.
 
         rank 0                              rank 1
-        signal word 0 of rank 1 ~~~~~~~~>   wait word 0, lower it
-        wait word 0, lower it   <~~~~~~~~   signal word 0 of the next one ...
+        signal flag 0 of rank 1 ~~~~~~~~>   wait for flag 0, reset it
+        wait for flag 0, reset  <~~~~~~~~   signal flag 0 of the next one ...
 
-    A round has a word of its own. A rank that has ended the last of _HOPS rounds knows that its neighbour has lowered the
-    first, with up to _HOPS ranks, so that calls may follow each other.
+    Each round has its own flag. With up to _HOPS ranks, a rank that has ended the last of _HOPS rounds knows that its neighbour
+    has reset the first flag, so calls can follow each other.
     """
     clock = Clock(device)
     mine, following = dist.get_rank(), (dist.get_rank() + 1) % dist.get_world_size()
@@ -87,7 +87,7 @@ def hops(device: str) -> list[ProbeSample]:
 
 
 def copies(device: str, direction: str) -> list[ProbeSample]:
-    """Copy engines, to or from the next rank, on one stream; key: bytes, copies; the time is of all of them."""
+    """Measure copy engines, to or from the next rank, on one stream. key: bytes, copies. The time is that of all copies."""
     clock = Clock(device)
     area = peers(clock, 2 * COPY_BYTES[-1])
     found = []
@@ -113,7 +113,7 @@ def _copy_round_the_ring(area: Allocation, direction: str, nbytes: int, count: i
 
 
 def several(device: str) -> list[ProbeSample]:
-    """A push to every peer; key: bytes to each, streams. On one stream, and on one for each peer."""
+    """Measure a push to every peer, on one stream and on one stream per peer. key: bytes to each peer, streams."""
     clock = Clock(device)
     size, nbytes = dist.get_world_size(), COPY_BYTES[-2]
     area = peers(clock, size * nbytes)
@@ -131,11 +131,11 @@ def several(device: str) -> list[ProbeSample]:
 
 
 def _push_to_all(area: Allocation, nbytes: int, lanes: list[torch.cuda.Stream], *, rounds: int = 1) -> Callable[[], None]:
-    """To every peer in turn, a piece in each of `rounds`."""
+    """Return a work that pushes to every peer in turn, one piece in each of `rounds` rounds."""
     mine, size = dist.get_rank(), dist.get_world_size()
     piece = nbytes // rounds
     copy = Driver().copier(rows=1, row_bytes=piece, pitches=(piece, piece))
-    # The slot that a rank writes at a peer is its own; what it reads nobody writes.
+    # Each rank writes its own slot at a peer, and no rank writes the memory from which it reads.
     slots = [mine * nbytes + part * piece for part in range(rounds)]
     moves = [(area.addresses[(mine + i) % size] + at, area.addresses[mine] + at) for at in slots for i in range(1, size)]
 
@@ -153,7 +153,7 @@ def _push_to_all(area: Allocation, nbytes: int, lanes: list[torch.cuda.Stream], 
 
 
 def power(device: str) -> list[ProbeSample]:
-    """Measure a matmul after a pause, and many in a row; key: their number. The time is that of one."""
+    """Measure a matmul after a pause, and many in a row. key: their number. The time is that of one."""
     clock = Clock(device)
     options: dict[str, Any] = {"device": clock.device, "dtype": torch.bfloat16}
     a, b = (torch.randn(_CONCURRENT_GEMM, _CONCURRENT_GEMM, **options) for _ in range(2))
@@ -162,7 +162,7 @@ def power(device: str) -> list[ProbeSample]:
 
 
 def stores(device: str) -> list[ProbeSample]:
-    """Stores to every peer by so many SMs; key: bytes to each, SMs."""
+    """Measure stores to every peer by different numbers of SMs. key: bytes to each peer, SMs."""
     clock = Clock(device)
     area = peers(clock, dist.get_world_size() * _STORE_BYTES)
     sms = torch.cuda.get_device_properties(clock.device).multi_processor_count
@@ -190,7 +190,7 @@ def _stored(area: Allocation, device: torch.device) -> Any:
 
 
 def concurrent(device: str) -> list[ProbeSample]:
-    """Measure pairs, each during the other and alone: matmuls and copies, matmuls and NCCL's all-gather."""
+    """Measure matmuls with copies, and matmuls with NCCL's all-gather. Each runs alone and during the other."""
     clock = Clock(device)
     area = peers(clock, 2 * COPY_BYTES[-1])
     options: dict[str, Any] = {"device": clock.device, "dtype": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Probes of the host executor: what its steps, flags and copies through shared memory cost this CPU."""
+"""These probes measure the host executor: the cost of steps, flags and copies through shared memory on this CPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _CONCURRENT = 384
 
 
 def launches(device: str) -> list[ProbeSample]:
-    """A matmul of one element: what a step costs whatever its size."""
+    """Measure a matmul of one element, which gives the fixed cost of a step."""
     clock = Clock(device)
     one, out = torch.ones(1, 1), torch.empty(1, 1)
     return [clock.sample("launch", (_MANY,), lambda: [torch.mm(one, one, out=out) for _ in range(_MANY)], per=_MANY)]
 
 
 def gathers(device: str, rows: int, columns: int) -> list[ProbeSample]:
-    """Sums of rows of a table, in bags of 32, by torch; key: rows that are read, bytes of one."""
+    """Measure torch's sums of a table's rows in bags of 32. key: rows that are read, bytes of a row."""
     clock = Clock(device)
     table = torch.ones(4 * rows, columns)
     indices = torch.randint(4 * rows, (rows // _BAG, _BAG))
@@ -53,7 +53,7 @@ def _allocated(rank_group: RankGroup, nbytes: int) -> HostAllocation:
 
 
 def flags(device: str) -> list[ProbeSample]:
-    """A store and a load of a word; the time is of one."""
+    """Measure stores and loads of a flag. The time is that of one operation."""
 
     def probe(clock: Clock, rank_group: RankGroup) -> list[ProbeSample]:
         words = _allocated(rank_group, 8 * _MANY).words(rank_group.rank)
@@ -69,7 +69,7 @@ def flags(device: str) -> list[ProbeSample]:
 
 
 def hops(device: str) -> list[ProbeSample]:
-    """A word raised at the next rank, and the wait for the one before; the time is of one round."""
+    """Measure rounds of a signal to the next rank and a wait for the previous rank. The time is that of one round."""
 
     def probe(clock: Clock, rank_group: RankGroup) -> list[ProbeSample]:
         piece = _allocated(rank_group, 8)
@@ -88,7 +88,7 @@ def hops(device: str) -> list[ProbeSample]:
 
 
 def copies(device: str) -> list[ProbeSample]:
-    """Into the next rank's memory, all ranks at once; key: bytes, copies."""
+    """Measure copies into the next rank's memory by all ranks at once. key: bytes, copies."""
 
     def probe(clock: Clock, rank_group: RankGroup) -> list[ProbeSample]:
         piece, peer = _allocated(rank_group, COPY_BYTES[-1]), (rank_group.rank + 1) % rank_group.world_size
@@ -103,7 +103,7 @@ def copies(device: str) -> list[ProbeSample]:
 
 
 def concurrent(device: str) -> list[ProbeSample]:
-    """A matmul while a thread copies, and copies while a thread multiplies, each with its time alone."""
+    """Measure a matmul while a thread copies, and copies while a thread multiplies, and each alone."""
     clock = Clock(device)
     a = torch.randn(_CONCURRENT, _CONCURRENT)
     src, product = torch.ones(1 << 20), torch.empty(_CONCURRENT, _CONCURRENT)

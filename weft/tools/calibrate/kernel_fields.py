@@ -42,7 +42,7 @@ class Derived:
 
 
 def _kernel_tiles(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """flag_efficiency is the rate of the largest tile over that of cuBLAS's tile of the same area. It applies to all tiles."""
+    """flag_efficiency is the largest tile's rate divided by that of cuBLAS's tile of the same area. It applies to all tiles."""
     reached = _reached(machine, of(samples, "counted tiles"))
     largest = max(reached, key=math.prod)
     bare = dataclasses.replace(machine.gpu, kernel_tiles=(), stored_tiles=())
@@ -91,8 +91,8 @@ def _half_tile(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 
 def _far_tiles(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """With small K the links limit the kernel and give their rate. With large K the SMs do, and give what stores cost a
-    tile."""
+    """With small K the links limit the kernel, which gives their rate. With large K the SMs do, which gives the cost of stores
+    per tile."""
     near, far = (sorted(of(samples, what), key=lambda sample: sample.key) for what in ("near tiles", "far tiles"))
     rows, cols, m, n, _ = far[0].key
     rate, tile_bytes = machine.stores.rate(machine.gpu.sms), 2 * rows * cols
@@ -125,7 +125,7 @@ def _rate_of_an_sm(machine: Machine, sample: ProbeSample) -> float:
 
 
 def _streamed(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """A row of b costs its loads if there are few rows, and its multiplications if there are many."""
+    """With few rows, the time for each row of b is that of its loads. With many rows, it is that of its multiplications."""
     few_us, many_us = (_row_us(machine, pair) for pair in _pairs(samples))
     *_, rows, cols = _pairs(samples)[1][0].key
     full_us = 2 * rows * cols / _sm_flop_per_us(machine)
@@ -133,7 +133,7 @@ def _streamed(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 
 def _pairs(samples: Samples) -> tuple[tuple[ProbeSample, ProbeSample], tuple[ProbeSample, ProbeSample]]:
-    """Of few and of many rows, each with little and with much of K."""
+    """Return two pairs of samples, for few and for many rows. Each pair has a small and a large K."""
     few, more, many, most = sorted(of(samples, "one_shot"), key=lambda sample: sample.key)
     return (few, more), (many, most)
 
@@ -155,7 +155,7 @@ def _exchange_us(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 
 def _lookup_copies(machine: Machine, samples: Samples) -> dict[str, Any]:
-    """lookup_copy_bytes: what the lookup loses of the memory's rate, over the copies' rate."""
+    """lookup_copy_bytes is the memory rate that the lookup loses, divided by the copies' rate."""
     nbytes, slowed_copy = of(samples, "strided copy alone")[0].key[0], of(samples, "strided copy during lookup")[0]
     alone, slowed = of(samples, "lookup alone")[0], of(samples, "lookup during strided copy")[0]
     gbps = nbytes / (slowed_copy.median_us - machine.launch_us) / 1e3
@@ -205,7 +205,7 @@ DERIVED = (
     ),
     _derived(_l2_gbps, ("cached",), "a matrix that the cache holds, multiplied again and again", "gpu.l2_gbps"),
 )
-"""They are applied in this order, because later ones use fields that earlier ones set."""
+"""The fields that are derived from samples, in order: later entries use fields that earlier ones set."""
 
 
 def staging_check(machine: Machine, samples: Samples) -> str:

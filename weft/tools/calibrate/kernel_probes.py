@@ -1,7 +1,7 @@
-"""Probes of weft's own kernels: tiles of its GEMM, lookups, sums, and the kernel that multiplies and exchanges.
+"""These probes measure weft's own kernels: tiles of its GEMM, lookups, sums, and the kernel that multiplies and exchanges.
 
-They run as schedules run them: through the same launchers and tables, with whole waves of blocks.
-sms: of the device, and blocks. Under Triton's interpreter they run on a CPU, too, with few blocks.
+They use the same launchers and tables as schedules, with whole waves of blocks. `sms` is the number of SMs and of blocks. Under
+Triton's interpreter the probes also run on a CPU, with few blocks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from weft.tools.calibrate.gpu_probes import stream
 from weft.tools.calibrate.samples import ProbeSample
 
 COLUMNS = 1024
-"""Of a product: with as many row tiles of 128 as there are SMs, each of the four tile shapes fills whole waves."""
+"""The columns of a product. With one row tile of 128 per SM, each of the four tile shapes fills whole waves."""
 SUMMING_SMS = 8
 PULLED = 6
-"""Sources at a peer of a sum: 16 KiB of each are in flight, 96 KiB in all."""
+"""The number of sources at a peer in a sum. 16 KiB of each are in flight, 96 KiB in total."""
 _BAG = 32
 
 
 def _operands(clock: Clock) -> dict[str, Any]:
-    """Interpreted kernels know no bfloat16."""
+    """Return the dtype and device of operands. Triton's interpreter does not support bfloat16."""
     return {"device": clock.device, "dtype": torch.bfloat16 if clock.device.type == "cuda" else torch.float16}
 
 
@@ -48,7 +48,7 @@ def _sms(clock: Clock, sms: int | None) -> int:
 
 @contextmanager
 def _shared(clock: Clock, nbytes: int) -> Iterator[Allocation]:
-    """Symmetric memory of the world, until all ranks have done with it. Collective."""
+    """Provide symmetric memory of all ranks until all of them have finished with it. Collective."""
     group = dist.group.WORLD
     assert group is not None
     rank_group = RankGroup.acquire(group)
@@ -60,8 +60,9 @@ def _shared(clock: Clock, nbytes: int) -> Iterator[Allocation]:
 
 
 def counted_tiles(device: str, inner: int, sms: int | None = None) -> list[ProbeSample]:
-    """weft's GEMM, whose tiles count; key: rows and columns of a tile, M, N, K. Of the largest shape also with a last wave that
-    is cut in two."""
+    """Measure weft's GEMM with tiles that count. key: rows and columns of a tile, M, N, K.
+
+    The largest tile shape is also measured with a last wave of half tiles."""
     clock = Clock(device)
     sms, shapes = _sms(clock, sms), shapes_for(capabilities(clock.device))
     found = [_tiles(clock, "counted tiles", blocks, 128 * sms, inner, sms) for blocks in shapes]
@@ -71,7 +72,7 @@ def counted_tiles(device: str, inner: int, sms: int | None = None) -> list[Probe
 
 
 def stored_tiles(device: str, inner: int, sms: int | None = None) -> list[ProbeSample]:
-    """The same without counts: hardware stores the tiles."""
+    """Measure weft's GEMM without counts, in which hardware stores the tiles."""
     clock = Clock(device)
     sms = _sms(clock, sms)
     shapes = shapes_for(capabilities(clock.device))
@@ -79,7 +80,7 @@ def stored_tiles(device: str, inner: int, sms: int | None = None) -> list[ProbeS
 
 
 def far_tiles(device: str, inners: Sequence[int], sms: int | None = None) -> list[ProbeSample]:
-    """The same, counted, with the result here or at the next rank; key: as above."""
+    """Measure weft's GEMM with counts and with its result in local memory or at the next rank. key: as in counted_tiles."""
     clock = Clock(device)
     sms = _sms(clock, sms)
     rows, peer = 128 * sms, (dist.get_rank() + 1) % dist.get_world_size()
@@ -138,7 +139,7 @@ def _tiles(
 
 
 def lookups(device: str, rows: int, columns: int, sms: int | None = None) -> list[ProbeSample]:
-    """weft's lookup of bags of 32 rows; key: rows that are read, bytes of one."""
+    """Measure weft's lookup of bags of 32 rows. key: rows that are read, bytes of a row."""
     clock = Clock(device)
     work, key = _lookup(clock, rows, columns, _sms(clock, sms))
     return [clock.sample("lookup", key, work, repeat=4)]
@@ -171,8 +172,9 @@ def _lookup(clock: Clock, rows: int, columns: int, sms: int) -> tuple[Callable[[
 
 
 def copies_during_lookups(device: str, rows: int, columns: int, others: int = 24) -> list[ProbeSample]:
-    """Measure strided copies to the next rank, and lookups, each alone and during the other; key of copies:
-    their bytes. On GPUs alone, where a stream can wait."""
+    """Measure strided copies to the next rank, and lookups, each alone and during the other.
+
+    key of copies: their bytes. The probe runs on GPUs only, because it needs a stream that waits."""
     from weft.compat.streams import Driver
 
     clock = Clock(device)
@@ -195,8 +197,9 @@ def copies_during_lookups(device: str, rows: int, columns: int, others: int = 24
 
 
 def sums(device: str, nbytes: int) -> list[ProbeSample]:
-    """weft's sum on few SMs, of two sources in this GPU's memory, and of PULLED sources at the next rank; key: bytes that are
-    read and written, or come from the peer; SMs."""
+    """Measure weft's sum on few SMs, of two sources in local memory and of PULLED sources at the next rank.
+
+    key: the bytes that are read and written, or that come from the peer, and the SMs."""
     clock = Clock(device)
     dtype = _operands(clock)["dtype"]
     mine, peer = dist.get_rank(), (dist.get_rank() + 1) % dist.get_world_size()
@@ -215,8 +218,9 @@ def sums(device: str, nbytes: int) -> list[ProbeSample]:
 
 
 def exchanges(device: str, inners: Sequence[int], sms: int | None = None) -> list[ProbeSample]:
-    """weft.matmul_all_reduce by one_shot, a single kernel: 16 rows, and 512, each with two extents of K a rank; key: M, N and K
-    of the whole, then rows and columns of a tile. All tiles are one wave."""
+    """Measure weft.matmul_all_reduce with one_shot, a single kernel, for 16 and 512 rows, each with two sizes of K per rank.
+
+    key: the global M, N and K, and the rows and columns of a tile. All tiles fit into one wave."""
     from weft.ops import close, matmul_all_reduce
 
     clock = Clock(device)
@@ -236,7 +240,9 @@ def exchanges(device: str, inners: Sequence[int], sms: int | None = None) -> lis
 
 
 def staged(device: str, rows: int) -> list[ProbeSample]:
-    """torch's matmul of rows in one piece, and in two that are brought together first; key: rows, bytes of one."""
+    """Measure torch's matmul of rows in one piece, and of rows in two pieces that are copied together first.
+
+    key: rows, bytes of a row."""
     clock = Clock(device)
     options = _operands(clock)
     a, b = (torch.randn(rows, rows, **options) for _ in range(2))
@@ -249,7 +255,7 @@ def staged(device: str, rows: int) -> list[ProbeSample]:
 
 
 def cached(device: str, inner: int, columns: int) -> list[ProbeSample]:
-    """A product of few rows with one matrix, again and again, which stays in the last-level cache; key: bytes of the matrix."""
+    """Measure repeated products of few rows with a matrix that stays in the last-level cache. key: bytes of the matrix."""
     clock = Clock(device)
     options = _operands(clock)
     a, b = torch.randn(16, inner, **options), torch.randn(inner, columns, **options)

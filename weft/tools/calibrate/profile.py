@@ -1,7 +1,7 @@
-"""Derives a Machine from samples: each number with its source and its variation.
+"""Derives a Machine from samples. Each number has a source, with the variation of its samples.
 
-Fits are of relative errors, so that small sizes count as much as large ones. What no probe measures is taken from a base
-profile, and its source says so, with the reason where a probe failed: the numbers of the others are not lost.
+Fits minimise relative errors, so small sizes count as much as large ones. Numbers that no probe measures are those of a base
+profile, and their sources say so. If a probe failed, its numbers are also those of the base profile, with the reason.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _LEAST_US = 0.05
 _SCALES = np.linspace(0.4, 1.3, 37)
 _TILE_US = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 _ENOUGH = 0.85
-"""Of the rate that all SMs reach: what communication blocks should reach."""
+"""The share of the rate of all SMs that communication blocks should reach."""
 _ALL = 0.98
-"""The same of blocks that have the GPU for themselves."""
+"""The same share for blocks that run alone on the GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearCost:
-    """us = fixed_us + bytes / (gbps * 1e3)."""
+    """LinearCost is the cost us = fixed_us + bytes / (gbps * 1e3)."""
 
     fixed_us: float
     gbps: float
 
 
 def line(points: Iterable[tuple[float, float]]) -> LinearCost:
-    """Through (bytes, us), with the least relative errors.
+    """Fit a line through points (bytes, us) with the least relative errors.
 
     >>> line([(1000, 3.0), (3000, 5.0), (5000, 7.0)])
     LinearCost(fixed_us=2.0, gbps=1.0)
@@ -59,7 +59,9 @@ def line(points: Iterable[tuple[float, float]]) -> LinearCost:
 
 
 class Profile:
-    """A machine in the making. when: the date, and on what. failed: by what a path begins with, why no probe measured it."""
+    """Profile builds a Machine.
+
+    when: the date and the device, for sources. failed: why numbers were not measured, by the prefix of their paths."""
 
     def __init__(
         self,
@@ -76,8 +78,9 @@ class Profile:
         self._spreads: dict[str, float] = {}
 
     def machine(self, name: str, words: str, *, device: str = "") -> Machine:
-        """`base` with what was measured in its place. device: as a Machine has it. Numbers without samples, or whose samples
-        make no sense, are the base's, with a warning."""
+        """Return the base with the measured numbers in place of its own. device: the device of the Machine.
+
+        If the samples of a number are missing or invalid, it stays that of the base, with a warning."""
         base = self.base
         values: dict[str, Any] = {
             "gpu": self._gpu(),
@@ -103,12 +106,13 @@ class Profile:
         return dataclasses.replace(made, sources={**made.sources, **late})
 
     def _or(self, otherwise: T, measured: Callable[[], T], *paths: str) -> T:
-        """What was measured; if that fails, or gives what no machine can have, the base's. paths: what they begin with, for the
-        warning and the sources."""
+        """Return the measured value. If that fails or is not valid in a Machine, return `otherwise`.
+
+        paths: the prefixes of the paths, for the warning and the sources."""
         sources, spreads = dict(self._sources), dict(self._spreads)
         try:
             return measured()
-        except Exception as error:  # one probe's numbers, of whatever kind, must not cost those of the others
+        except Exception as error:  # any error in one probe's numbers must leave those of the others valid
             self._sources, self._spreads = sources, spreads
             reason = " ".join(f"{error}".split()) or type(error).__name__
             if not set(paths) & set(self._failed):
@@ -117,7 +121,7 @@ class Profile:
             return otherwise
 
     def _assumed(self, path: str) -> str:
-        """The source of what was not measured."""
+        """Return the source of a number that was not measured."""
         said = self.base.sources.get(path, "")
         if said == REPORTED:
             return said
@@ -125,7 +129,7 @@ class Profile:
         return f"{_ASSUMED}{self.base.name}{why}"
 
     def _with(self, machine: Machine, derived: Derived) -> Machine:
-        """`machine` with what samples of weft's kernels say, if it is one then."""
+        """Return `machine` with the fields derived from samples of weft's kernels. Raises ValueError if they are not valid."""
         values = derived.values(machine, self.samples)
         data: dict[str, Any] = codec.dump(machine)
         for path, value in values.items():
@@ -166,11 +170,11 @@ class Profile:
         (nbytes,) = copied[0].key
         self._say("gpu.hbm_gbps", f"a copy of {nbytes >> 20} MiB, read and write", copied)
         gbps = 2e-3 * nbytes / copied[0].median_us
-        # A small copy on a machine that is full may reach less than what rounds to something.
+        # On a busy machine, the rate of a small copy may round to zero.
         return dataclasses.replace(gpu, hbm_gbps=round(gbps, 1) or gbps)
 
     def _with_gathers(self, gpu: Gpu) -> Gpu:
-        """Of a CPU, where torch gathers."""
+        """Set the gather share of a CPU, on which torch does the lookups."""
         gathered = [sample for sample in self.samples if sample.what == "gather"]
         if not gathered:
             return gpu
@@ -180,7 +184,7 @@ class Profile:
         return dataclasses.replace(gpu, gather_share=round(share, 3) or share)
 
     def _with_power(self, gpu: Gpu) -> Gpu:
-        """What matmuls in a row reach of the rate of one after a pause, where the base says from when on."""
+        """Set the rate of matmuls in a row relative to one after a pause. The base says when the slowdown starts."""
         found = sorted((sample for sample in self.samples if sample.what == "power"), key=lambda sample: sample.key)
         if len(found) < 2 or gpu.burst_us is None:
             return gpu
@@ -190,7 +194,7 @@ class Profile:
         return dataclasses.replace(gpu, sustained=round(min(1.0, one.median_us / more_us), 4))
 
     def _with_peaks(self, gpu: Gpu) -> Gpu:
-        """The base's peak by dtype, but never less than was reached."""
+        """Set the peak of each dtype to that of the base, or to the measured rate if that is higher."""
         found = dict(gpu.tflops)
         for dtype in gpu.tflops:
             samples = [sample for sample in self.samples if sample.what == f"gemm {dtype}"]
@@ -202,7 +206,7 @@ class Profile:
         return dataclasses.replace(gpu, tflops=found)
 
     def _with_tiles(self, gpu: Gpu) -> Gpu:
-        """The base's tile shapes, all their efficiencies scaled by one factor, and a tile's fixed time, fitted to the
+        """Scale the efficiencies of the base's tile shapes by one factor, and set a tile's fixed time. Both are fitted to the
         matmuls."""
         dtype, samples = self._matmuls(gpu)
         launch_us = of(self.samples, "launch")[0].median_us
@@ -222,7 +226,7 @@ class Profile:
         return best
 
     def _matmuls(self, gpu: Gpu) -> tuple[str, list[ProbeSample]]:
-        """The dtype with most samples, and those."""
+        """Return the dtype with the most samples, and these samples."""
         by_dtype = {dtype: [s for s in self.samples if s.what == f"gemm {dtype}"] for dtype in gpu.tflops}
         dtype = max(by_dtype, key=lambda each: len(by_dtype[each]))
         return dtype, of(self.samples, f"gemm {dtype}")
@@ -253,7 +257,7 @@ class Profile:
         return dataclasses.replace(copies, several_gbps=round(several_gbps, 2), engines=more.key[1] if faster else 1)
 
     def _with_turns(self, copies: CopyEngines, several: Sequence[ProbeSample]) -> CopyEngines:
-        """By how much copies to all peers in turns take longer than whole ones, less the fixed cost of there being more."""
+        """Set by how much copies to all peers in turns are slower than whole ones, apart from the fixed cost of more copies."""
         turns = [sample for sample in self.samples if sample.what == "turns"]
         if not turns:
             return copies
@@ -278,7 +282,8 @@ class Profile:
         return dataclasses.replace(self.base.stores, gbps=tuple(rates), sms=min(sms, half), sms_alone=min(alone, half))
 
     def _links(self) -> Links:
-        """The rate of the fastest transfer seen. A round of hops is a signal, its latency, a wait and a lowering."""
+        """Return the rate of the fastest measured transfer, and the latency. A round of hops is a signal, the latency, a wait
+        and a reset of the flag."""
         pushes, hops = of(self.samples, "copy push"), of(self.samples, "hop")
         self._say("links.gbps", "the fastest copy, without its fixed cost", pushes)
         fitted = line((s.key[0], s.median_us) for s in pushes if s.key[1] == 1)
@@ -294,7 +299,7 @@ class Profile:
         return dataclasses.replace(self.base.links, gbps=fitted.gbps, latency_us=latency_us, host_gbps=host_gbps)
 
     def _wake_us(self) -> float | None:
-        """Of devices whose streams sleep while they wait: the time of a round of signals beyond its operations and the
+        """Return the wake-up time of a stream that sleeps while it waits: a round of signals minus its operations and the
         latency."""
         if self.base.wake_us is None:
             return None
@@ -303,12 +308,12 @@ class Profile:
         return round(max(_LEAST_US, hops[0].median_us - 3 * flag_us - self.base.links.latency_us), 3)
 
     def _collectives(self) -> dict[str, Any]:
-        """Those that were measured."""
+        """Return the tables of the collectives that were measured."""
         found = {op: self._or(None, lambda: self._collective(op), f"collectives.{op}") for op in COLLECTIVES}  # noqa: B023
         return {op: table for op, table in found.items() if table}
 
     def _collective(self, op: str) -> Table:
-        """Times never fall with size: noise is ironed out upwards."""
+        """Return the table of one collective. Times are raised where noise makes them fall with size."""
         found = sorted(of(self.samples, op), key=lambda sample: sample.key)
         self._say(f"collectives.{op}.points", "as `sequential` runs it", found)
         self._sources[f"collectives.{op}.world_size"] = f"measured {self._when}"
@@ -319,7 +324,7 @@ class Profile:
         return Table(world_size=self.world_size, points=tuple(points))
 
     def _contention(self) -> dict[str, float]:
-        """The slowdowns of measured pairs: their time over the time alone."""
+        """Return the slowdowns of measured pairs: their concurrent time divided by the time alone."""
         found = {}
         for pair in PAIRS:
             concurrent = [sample for sample in self.samples if sample.what == pair]

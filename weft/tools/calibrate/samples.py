@@ -1,4 +1,4 @@
-"""One thing, measured several times: the value that probes return and profiles are made of."""
+"""A ProbeSample has repeated measurements of one operation. Probes return samples, and profiles are derived from them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSample:
-    """what: which probe. key: its sizes, as the probe says. us: one call's time on the slowest rank, in each round."""
+    """ProbeSample has the times of one operation.
+
+    what: the name of the samples. key: the sizes, as the probe's docstring lists them.
+    us: for each round, the time of a call on the slowest rank."""
 
     what: str
     key: tuple[int, ...]
@@ -21,7 +24,7 @@ class ProbeSample:
 
     @property
     def spread(self) -> float:
-        """Half of the interquartile range, as a share of the median; 0 for fewer than three rounds.
+        """Return half of the interquartile range as a share of the median. 0 for fewer than three rounds.
 
         >>> ProbeSample(what="", key=(), us=(9.0, 10.0, 11.0)).spread
         0.1
@@ -36,7 +39,7 @@ class ProbeSample:
 
 
 def of(samples: Iterable[ProbeSample], what: str) -> list[ProbeSample]:
-    """Those of one probe.
+    """Return the samples with this name.
 
     Raises ValueError if there is none.
     """
@@ -47,5 +50,5 @@ def of(samples: Iterable[ProbeSample], what: str) -> list[ProbeSample]:
 
 
 def typical_spread(samples: Iterable[ProbeSample]) -> float:
-    """The median of their spreads."""
+    """Return the median of the samples' spreads."""
     return round(statistics.median([sample.spread for sample in samples]), 4)

@@ -1,8 +1,8 @@
-"""The findings of `weft doctor`: what this machine has of weft's requirements, and how to fix what is missing.
+"""`weft doctor` finds out which of weft's requirements this machine meets, and says how to fix the others.
 
-Everything is tried, not only looked up: packages are imported, shared memory is created, and every pair of GPUs exchanges
-data that is compared afterwards, since a link may be there and yet deliver wrong bytes. Then each transport is timed, against
-what the links should give, and one operator: whether overlap pays here. Nothing is changed or left behind.
+It tries everything: it imports packages, creates shared memory, and lets every pair of GPUs exchange data and compares the
+data, because a link can exist and deliver wrong bytes. Then it compares the rate of each transport with that of the links, and
+times one operator to see whether overlap pays. It leaves the machine unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = ["Finding", "State", "diagnose"]
 
 
 def diagnose(*, quick: bool = False) -> tuple[Finding, ...]:
-    """All findings, in the order in which one would mend them. Takes some seconds: it imports PyTorch. On two GPUs or more,
-    some 20 s, unless quick: then no transport is timed."""
+    """Return all findings, in the order in which a user would fix them.
+
+    This takes some seconds to import PyTorch, and about 20 s on two or more GPUs. quick: whether to skip timing transports."""
     return (*software_findings(), *environment_findings(), *host_findings(), *gpu_findings(quick=quick))

@@ -9,10 +9,10 @@ from weft.tools.doctor.finding import Finding
 
 
 def environment_findings() -> tuple[Finding, ...]:
-    """What weft's variables say; none without PyTorch, with which they are read."""
+    """Examine weft's environment variables and those of CUDA. Without PyTorch there are no findings."""
     try:
         from weft.runtime.environment import READ, unknown
-    except Exception:  # a broken installation may fail with anything; the finding of PyTorch says how
+    except Exception:  # a broken installation may raise any error, which the finding on PyTorch reports
         return ()
     found = [_read(name) for name in READ if name in os.environ]
     for name in unknown():
@@ -22,7 +22,7 @@ def environment_findings() -> tuple[Finding, ...]:
 
 
 def _of_cuda() -> Iterator[Finding]:
-    """Variables of CUDA's and torch's that change what weft can run."""
+    """Examine the variables of CUDA and PyTorch that affect what weft can run."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "") not in ("", "0"):
         detail = "kernel launches block, so only schedule='sequential' can run on GPUs"
         yield Finding(what="CUDA_LAUNCH_BLOCKING", state="warn", detail=detail, cure="unset CUDA_LAUNCH_BLOCKING")

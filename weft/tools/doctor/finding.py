@@ -1,4 +1,4 @@
-"""Finding: one thing that `weft doctor` looked at."""
+"""A Finding is the result of one examination by `weft doctor`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ State = Literal["ok", "warn", "missing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The result of one examination: its subject, its state, what was seen, and a remedy.
+    """Finding is the result of one examination.
 
-    state: ok; warn: weft works, but slower or with less; missing: weft needs it. cure: empty where nothing is to be done.
+    what: the subject.
+    state: ok, warn if weft works more slowly or with fewer features, or missing if weft needs it.
+    detail: what was found.
+    cure: how to fix it. Empty if nothing needs to be done.
     """
 
     what: str

@@ -1,8 +1,7 @@
-"""GPUs: what they are, what links them, and whether a peer reads what another wrote.
+"""Examines the GPUs, their links, and whether data arrives at peers.
 
-Peer access is tried by value. Each ordered pair copies a pattern of its own to the peer, the peer copies it back, and the
-host compares both with what was sent: a broken link (an IOMMU that remaps, a switch without its fabric manager) may report
-success and deliver zeros.
+Each ordered pair of GPUs copies its own pattern to the peer, the peer copies it back, and the host compares both with the
+pattern. A broken link (an IOMMU that remaps, a switch without its fabric manager) may report success and deliver zeros.
 """
 
 from __future__ import annotations
@@ -28,11 +27,12 @@ PEER_CURE = (
 
 
 def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:
-    """Examine CUDA, from build to links; unless quick, also measure each transport. Without a GPU, report what still works.
-    Without PyTorch: nothing to add."""
+    """Examine CUDA, the GPUs and their links. Unless quick, also measure each transport.
+
+    Without a GPU, the finding says what still works. Without PyTorch there are no findings."""
     try:
         import torch
-    except Exception:  # software_findings has said so already
+    except Exception:  # software_findings reports this
         return ()
     if not torch.cuda.is_available() or not torch.cuda.device_count():
         return (_no_gpu(torch),)
@@ -53,7 +53,7 @@ def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:
 
 
 def device_finding(torch: ModuleType, index: int) -> Finding:
-    """Name, SMs, memory, copy engines."""
+    """Report a GPU's name, SMs, memory and copy engines."""
     device = torch.cuda.get_device_properties(index)
     engines = _copy_engines(index)
     copies = f"{engines} copy engines" if engines is not None else "copy engines not known without cuda-bindings"
@@ -63,7 +63,7 @@ def device_finding(torch: ModuleType, index: int) -> Finding:
 
 
 def peer_findings(torch: ModuleType, count: int) -> tuple[Finding, ...]:
-    """One finding if every pair delivers what was sent; else one for each pair that does not."""
+    """Return one finding if every pair delivers correct data, and otherwise one for each pair that does not."""
     pairs = [(src, dst) for src in range(count) for dst in range(count) if src != dst]
     bad = tuple(finding for src, dst in pairs if (finding := _bad_pair(torch, src, dst)))
     if bad:
@@ -73,7 +73,7 @@ def peer_findings(torch: ModuleType, count: int) -> tuple[Finding, ...]:
 
 
 def links_finding(topology: str | None) -> Finding:
-    """What `nvidia-smi topo -m` says between GPUs, summed up by kind of link."""
+    """Report the number of pairs of GPUs by kind of link. topology: the output of `nvidia-smi topo -m`."""
     kinds = link_kinds(topology) if topology else {}
     if not kinds:
         return Finding(what="links", state="warn", detail="not known", cure="run nvidia-smi topo -m; is it installed?")
@@ -84,7 +84,7 @@ def links_finding(topology: str | None) -> Finding:
 
 
 def link_kinds(topology: str) -> dict[str, int]:
-    """Unordered pairs of GPUs by kind of link, from the matrix that nvidia-smi prints.
+    """Return the number of unordered pairs of GPUs by kind of link, from the matrix that nvidia-smi prints.
 
     >>> link_kinds("\\tGPU0\\tGPU1\\tNIC0\\nGPU0\\t X \\tNV18\\tPHB\\nGPU1\\tNV18\\t X \\tPHB\\n")
     {'NV18': 1}
@@ -97,14 +97,14 @@ def link_kinds(topology: str) -> dict[str, int]:
 
 
 def link_matrix(topology: str) -> list[list[str]]:
-    """Kinds of link from GPU to GPU, X on the diagonal."""
+    """Return the matrix of kinds of link between GPUs, with X on the diagonal."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in topology.splitlines()]
     matrix = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0]) and "X" in row[1:]]
     return [row[: len(matrix)] for row in matrix]
 
 
 def _rates(torch: ModuleType, topology: str | None) -> Rates | None:
-    """What the links of the GPUs that are seen should give, taken for those of all that the host has."""
+    """Return the rates that the links should give. Links of the visible GPUs are assumed to equal those of all in the host."""
     slots = _run("nvidia-smi", "--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
     return rates(link_matrix(topology or ""), torch.cuda.get_device_properties(0).major, (slots or "").partition("\n")[0])
 
@@ -172,7 +172,7 @@ def _copy_engines(index: int) -> int | None:
 
 
 def _driver() -> Any | None:
-    """The driver calls of cuda-bindings, if it is installed."""
+    """Return the driver module of cuda-bindings, or None if it is not installed."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError:
@@ -188,7 +188,7 @@ def _topology() -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    """What a command prints, or None if it is not there, fails or hangs."""
+    """Return the output of a command, or None if it does not exist, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The host: cores for rank processes, and shared memory for what they exchange."""
+"""Examines the host: its cores, which run rank processes, and its shared memory, through which they exchange data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from weft.tools.doctor.finding import Finding
 
 SHM = Path("/dev/shm")
 ENOUGH_BYTES = 2 << 30
-"""A layer of a large model in four ranks fits; a container's usual 64 MiB does not."""
+"""A layer of a large model on four ranks fits into this size. The usual 64 MiB of a container are too small."""
 
 
 def host_findings() -> tuple[Finding, ...]:
-    """Cores and shared memory."""
+    """Examine cores and shared memory."""
     return _cores(), shared_memory_finding()
 
 
 def shared_memory_finding(folder: Path = SHM) -> Finding:
-    """Map, write, read and remove a block in `folder`; then look at how much memory is free."""
+    """Map, write, read and remove a block in `folder`, and check how much memory is free."""
     what = "shared memory (host executor)"
     try:
         _try_block(folder)

@@ -1,8 +1,8 @@
-"""What the links between GPUs should give: from the matrix of nvidia-smi, the GPUs' generation, and their PCIe slots.
+"""Computes the rates that the links between GPUs should give, from nvidia-smi's matrix, the GPUs' generation and PCIe slots.
 
-NVn in that matrix is a bond of n NVLinks. A link carries 20 GB/s a direction on Pascal, 25 on Volta, Ampere and Hopper, 50 on
-Blackwell. Where all pairs' bonds together are more links than a GPU has, they go through a switch, and share the GPU's.
-PCIe: a lane's rate by generation, after its encoding. Sources: NVIDIA's NVLink pages and whitepapers; PCI-SIG.
+NVn in that matrix is a bond of n NVLinks. A link carries 20 GB/s per direction on Pascal, 25 on Volta, Ampere and Hopper, and
+50 on Blackwell. If the bonds to all peers have more links than the GPU, they go through a switch and share the GPU's links.
+The rates of PCIe are those of a lane by generation, after encoding. Sources: NVIDIA's NVLink pages and whitepapers; PCI-SIG.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import re
 from dataclasses import dataclass
 
 _NVLINK_GBPS = {6: 20.0, 7: 25.0, 8: 25.0, 9: 25.0, 10: 50.0, 12: 50.0}
-"""Of one link, one direction, by major compute capability."""
+"""The rate of one NVLink in one direction, by major compute capability."""
 _NVLINKS = {6: 4, 7: 6, 8: 12, 9: 18, 10: 18, 12: 18}
-"""Of one GPU, at most."""
+"""The largest number of NVLinks of one GPU, by major compute capability."""
 _PCIE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""Of one lane, one direction."""
+"""The rate of one PCIe lane in one direction, by generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """kind: of the slowest pair. pair_gbps: from one GPU to one other. port_gbps: from one GPU to all others at once."""
+    """Rates has the rates from one GPU to one other (`pair_gbps`) and to all others at once (`port_gbps`).
+
+    kind: the kind of link of the slowest pair."""
 
     kind: str
     pair_gbps: float
@@ -28,10 +30,10 @@ class Rates:
 
 
 def rates(matrix: list[list[str]], major: int, pcie: str) -> Rates | None:
-    """What GPU links should give; None where something in it is not known.
+    """Return the rates that the links should give, or None if a kind of link is not known.
 
-    matrix: kinds of link between GPUs, as nvidia-smi prints them, with X on the diagonal. major: of the compute capability.
-    pcie: "generation, lanes" of the slots, as nvidia-smi's query prints them.
+    matrix: the kinds of link between GPUs as nvidia-smi prints them, with X on the diagonal.
+    major: the major compute capability. pcie: "generation, lanes" of the slots, as nvidia-smi's query prints them.
 
     >>> rates([["X", "NV18"], ["NV18", "X"]], 9, "5, 16")
     Rates(kind='NV18', pair_gbps=450.0, port_gbps=450.0)
@@ -45,7 +47,7 @@ def rates(matrix: list[list[str]], major: int, pcie: str) -> Rates | None:
 
 
 def _row(kinds: list[str], major: int, pcie: str) -> Rates | None:
-    """One GPU's links to all others."""
+    """Return the rates of one GPU's links to all others, or None if a kind of link is not known."""
     links = {kind: int(kind[2:]) for kind in kinds if re.fullmatch(r"NV\d+", kind)}
     others = [kind for kind in kinds if kind != "X"]
     if others and len(links) == len(set(others)) and major in _NVLINKS:

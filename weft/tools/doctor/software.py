@@ -1,4 +1,4 @@
-"""Python and the packages that weft builds on: each is imported, and its version compared with what weft needs."""
+"""Examines Python and the packages that weft needs. Each is imported, and its version is compared with the lowest allowed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PYTHON = (3, 11)
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A distribution, the lowest version, and what weft has it for. without: what still works when it is not there."""
+    """Package is a distribution, its lowest version, and its use in weft. `without` says what still works without it."""
 
     name: str
     lowest: str
@@ -25,7 +25,7 @@ class Package:
 
 
 PLAIN_FLAGS = "plain loads and stores serve on x86-64" if platform.machine() in ("x86_64", "AMD64") else ""
-"""On other processors the host executor needs real acquire and release."""
+"""Empty on other processors, on which the host executor needs real acquire and release operations."""
 
 PACKAGES = (
     Package(name="torch", lowest="2.11", purpose="tensors, matmuls, collectives"),
@@ -40,7 +40,7 @@ PACKAGES = (
 
 
 def software_findings() -> tuple[Finding, ...]:
-    """Python, and one finding for each package."""
+    """Return a finding on Python and one on each package."""
     return (_python(), *(package_finding(package) for package in PACKAGES))
 
 
@@ -53,7 +53,7 @@ def package_finding(package: Package) -> Finding:
     except ModuleNotFoundError:
         without = f"; {package.without}" if package.without else ""
         return Finding(what=what, state=state, detail=f"not installed{without}", cure=cure)
-    except Exception as error:  # a broken installation may fail with anything, and the doctor must go on
+    except Exception as error:  # a broken installation may raise any error, and the doctor must continue
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return Finding(what=what, state=state, detail=f"does not import: {reason[0]}", cure=f"{cure} --force-reinstall")
     version = _version(package.name) or str(getattr(module, "__version__", ""))
@@ -77,7 +77,7 @@ def _version(name: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, two of them at least.
+    """Return the leading numbers of a version, at least two of them.
 
     >>> _numbers("2.11.0+cu130"), _numbers("13")
     ((2, 11, 0), (13, 0))

@@ -1,7 +1,7 @@
-"""Measures each transport against the rate that the links should give, and whether overlap pays.
+"""Compares the rate of each transport with the rate that the links should give, and finds out whether overlap pays.
 
-Every probe of `weft calibrate` that a transport needs runs in rank processes, one a GPU, so that one that hangs or crashes is
-ended, and reported like any other finding. All probes together take at most BOUND_S; probes that did not run are reported.
+The probes are those of `weft calibrate`. They run in one rank process per GPU, so a probe that hangs or crashes can be ended
+and reported as a finding. All probes together take at most BOUND_S seconds. Probes that did not run are reported.
 """
 
 from __future__ import annotations
@@ -19,25 +19,29 @@ if TYPE_CHECKING:
 
 BOUND_S = 20.0
 PROBE_S = 8.0
-"""At most, for one probe."""
+"""The timeout of one probe in seconds."""
 M, N, K = 8192, 28672, 8192
-"""The shape by which overlap is judged: the up projection of an MLP of Llama-3 70B, of 8192 tokens."""
+"""The shape for which overlap is measured: the up projection of an MLP of Llama-3 70B with 8192 tokens."""
 SPEC = "shard_p2p"
-"""Copy engines and cuBLAS's matmul: no kernel is compiled for it. Other schedules may hide more."""
+"""This schedule uses copy engines and cuBLAS, so no kernel must be compiled. Other schedules may hide more."""
 _BYTES = 1 << 26
 _SLOW_CURE = (
     "see that nothing else uses the GPUs (nvidia-smi), and their links (nvidia-smi nvlink --status, nvidia-smi topo -m); "
     "NCCL_DEBUG=INFO says what NCCL chose"
 )
 Answer: TypeAlias = "list[ProbeSample] | str"
-"""What a probe found, or why it found nothing."""
+"""The samples of a probe, or the reason why there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """probe, arguments: of weft.tools.calibrate. sample: what it calls the samples that count. moved: bytes that a GPU sends
-    for one of them, by its key and the number of ranks. least: the share of the links' rate below which something is wrong;
-    measured shares of 8 x H200 are from 0.6 to 0.8. alone: it goes to one peer."""
+    """Transport describes how to measure a transport.
+
+    probe, arguments: the probe of weft.tools.calibrate and its arguments.
+    sample: the name of the samples that are used.
+    moved: returns the bytes that a GPU sends in a sample, by the sample's key and the number of ranks.
+    least: the share of the links' rate below which a warning is given. Shares measured on 8 x H200 are from 0.6 to 0.8.
+    alone: whether each GPU sends to one peer only."""
 
     name: str
     probe: str
@@ -97,7 +101,7 @@ TRANSPORTS = (
 
 
 def transport_findings(count: int, links: Rates | None) -> tuple[Finding, ...]:
-    """A line for each transport between `count` GPUs, and one on overlap. Never raises for what the GPUs do."""
+    """Return a finding for each transport between `count` GPUs, and one on overlap. Errors of the GPUs become findings."""
     answers = dict(tried(count, [*((t.name, _probe, (t.probe, *t.arguments)) for t in TRANSPORTS), ("overlap", overlap, ())]))
     return (
         *(judged(transport, answers[transport.name], count, links) for transport in TRANSPORTS),
@@ -109,9 +113,10 @@ Work = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
 def tried(count: int, works: Sequence[Work], *, device: str = "cuda", bound_s: float = BOUND_S) -> Iterator[tuple[str, Answer]]:
-    """Each work's samples, or why there are none. In rank processes, the last work first, since it says most.
+    """Run each work in rank processes, and yield its samples or the reason why there are none.
 
-    After one that some rank did not answer, the ranks cannot be used again, and the others are not tried.
+    The last work runs first, because it says most. If a rank does not answer, the ranks cannot be used again, and the remaining
+    works are not tried.
     """
     from weft.runtime.ranks import RankFailed, Ranks
 
@@ -141,7 +146,7 @@ def _first(failed: Exception) -> str:
 
 
 def _probe(device: str, probe: str, *arguments: Any) -> list[ProbeSample]:
-    """One rank's part of a probe of weft.tools.calibrate."""
+    """Run one rank's part of a probe of weft.tools.calibrate."""
     from weft.tools.calibrate import common, gpu_probes
 
     found: list[ProbeSample] = getattr(common if probe == "collectives" else gpu_probes, probe)(device, *arguments)
@@ -149,7 +154,7 @@ def _probe(device: str, probe: str, *arguments: Any) -> list[ProbeSample]:
 
 
 def overlap(device: str) -> list[ProbeSample]:
-    """All-gather and matmul of one shape: each alone, and weft's operator by SPEC."""
+    """Measure all-gather and matmul of one shape, each alone, and weft's operator with SPEC."""
     import torch
     import torch.distributed as dist
 
@@ -172,7 +177,7 @@ def overlap(device: str) -> list[ProbeSample]:
 
 
 def judged(transport: Transport, answer: Answer, ranks: int, links: Rates | None) -> Finding:
-    """A transport's fastest sample against the links."""
+    """Compare a transport's fastest sample with the rate of the links."""
     what = f"transport: {transport.name}"
     if isinstance(answer, str):
         return Finding(what=what, state="warn", detail=answer, cure=transport.cure)
@@ -186,7 +191,7 @@ def judged(transport: Transport, answer: Answer, ranks: int, links: Rates | None
 
 
 def verdict(answer: Answer) -> Finding:
-    """Whether overlap pays here: what could be hidden of the time of a collective and a matmul, and what one schedule hides."""
+    """Report whether overlap pays: how much of the time could be hidden, and how much one schedule hides."""
     what = f"overlap (all_gather + matmul, {M} x {N} x {K}, bfloat16)"
     if isinstance(answer, str):
         return Finding(what=what, state="warn", detail=answer, cure=_STORE_CURE)
