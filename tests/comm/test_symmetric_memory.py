@@ -94,7 +94,7 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     """It may live until the garbage collector comes; the group's memory is to be free before."""
     area, handle = held()
     program: Any = CudaProgram.__new__(CudaProgram)
-    program.resources, program.driver = SimpleNamespace(releaser=None, drained=lambda ticket, **options: True), None
+    program.resources, program.driver = SimpleNamespace(releaser=None, wait_for_calls=lambda ticket, **options: True), None
     program._last_ticket, program.captured = 0, False
     program._replays = program._branches = program.streams = SimpleNamespace(close=lambda: None)
     program._pieces, program._words, program._area = [], None, None

@@ -60,11 +60,11 @@ def _as_alone(kind: str, others: dict[str, Any], experts: bool) -> str:
     ("kind", "others", "experts", "communicating", "parts"),
     [
         ("gemma3_text", {}, False, "8 of 12", {"q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj"}),
-        ("phi3", {"num_key_value_heads": 1}, False, "9 of 17", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
-        ("qwen3_moe", {}, True, "7 of 13", {"q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj"}),
-        ("gpt_oss", {}, False, "5 of 11", {"q_proj, k_proj, v_proj", "o_proj"}),
-        ("deepseek_v3", {}, True, "5 of 13", {"o_proj", "gate_proj, up_proj", "down_proj"}),
-        ("deepseek_v3", {"q_lora_rank": None}, False, "5 of 12", {"o_proj", "gate_proj, up_proj", "down_proj"}),
+        ("phi3", {"num_key_value_heads": 1}, False, "8 of 17", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("qwen3_moe", {}, True, "6 of 13", {"q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj"}),
+        ("gpt_oss", {}, False, "4 of 11", {"q_proj, k_proj, v_proj", "o_proj"}),
+        ("deepseek_v3", {}, True, "4 of 13", {"o_proj", "gate_proj, up_proj", "down_proj"}),
+        ("deepseek_v3", {"q_lora_rank": None}, False, "4 of 12", {"o_proj", "gate_proj, up_proj", "down_proj"}),
     ],
 )
 def test_a_family_is_as_in_one_process(
