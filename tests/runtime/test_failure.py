@@ -50,7 +50,7 @@ def _calls_until(
     """Call operators without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
     check_gather(64, 48, 32, torch.float32, "flag_gated", 0)
     _bound_waits(bound_s)
-    rank_group._GRACE_S = BOUND_S  # whoever waits for a rank that itself waits for the victim lets that one say so
+    rank_group._GRACE_S = BOUND_S  # a rank that waits for a rank that waits for the victim lets that rank report it
     dist.barrier()
     struck = time.monotonic() + after_s
     if dist.get_rank() == victim:

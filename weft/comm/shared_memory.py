@@ -149,7 +149,7 @@ class AtomicWords:
         self._view, self._acquire, self._release = _open_words(memoryview(mapping)[offset : offset + 8 * count])
 
     def make_loader(self, index: int) -> Callable[[], int]:
-        """Return a function that loads one word. It takes a quarter of the time of `load`."""
+        """Return a function that loads one word. It takes less time than `load`."""
         return partial(self._view.load_u64, 8 * index, self._acquire)
 
     def load(self, index: int) -> int:

@@ -32,7 +32,7 @@ _FLOP_PER_CLOCK = {
     "gfx942": 2048,
     "gfx950": 4096,
 }
-"""The dense bfloat16 operations of one SM, or compute unit, per clock, from the vendors' white papers and data sheets."""
+"""The dense bfloat16 operations of one SM, or compute unit, per clock, from white papers and data sheets of NVIDIA and AMD."""
 _HERE: AbstractContextManager[None] = nullcontext()
 _UNKNOWN_FLOP_PER_CLOCK = 1024
 """The value for an architecture that is not listed."""

@@ -79,7 +79,7 @@ class Branches:
 
 
 class TakenTurn(AbstractContextManager[None]):
-    """A TakenTurn is the context of Turn.taken. It is a class because each call enters one, and a generator takes 2 us more."""
+    """A TakenTurn is the context of Turn.taken. It is a class because each call enters one, and a generator takes longer."""
 
     __slots__ = ("_rank_group", "_stream", "_turn", "_waits_on_sms")
 

@@ -1,4 +1,4 @@
-"""`weft doctor` finds out which of weft's requirements this machine meets, and says how to fix the others.
+"""`weft doctor` finds out which of weft's requirements this machine fulfils, and says how to fix the others.
 
 It tries everything: it imports packages, creates shared memory, and lets every pair of GPUs exchange data and compares the
 data, because a link can exist and deliver wrong bytes. Then it compares the rate of each transport with that of the links, and
