@@ -1,6 +1,7 @@
 """How far are predictions from what was measured, on every row of benchmarks/results that the simulator can speak of?
 
     python -m benchmarks.simulated                 the errors by operator, by family, by file, and the worst times
+    python -m benchmarks.simulated --machine FILE --ranks 4    another profile, and only what was measured on four GPUs
     python -m benchmarks.simulated --json FILE     what was measured and what is predicted, a line each
     python -m benchmarks.simulated --plot FILE     predicted against measured, as HTML (docs/picture.py takes the picture)
 
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from benchmarks.checked_options import count
 from benchmarks.rows import AUTO, Row, read_as
 from benchmarks.scores import percentile
 from weft.core import codec
@@ -142,9 +144,10 @@ def predict(one: Measured, machine: Machine) -> float:
     return run(build(one.problem, *parse(one.spec), fan_out=machine.fans_out), machine).total_us
 
 
-def compared(machine: Machine) -> tuple[Compared, ...]:
-    """All lines, in the order of the files."""
-    return tuple(Compared(of=one, predicted_us=predict(one, machine)) for one in measured())
+def compared(machine: Machine, ranks: int | None = None) -> tuple[Compared, ...]:
+    """All lines, in the order of the files; only those of this many ranks, if `ranks` is given."""
+    of_ranks = (one for one in measured() if ranks in (None, one.problem.world_size))
+    return tuple(Compared(of=one, predicted_us=predict(one, machine)) for one in of_ranks)
 
 
 def errors(some: Iterable[Compared]) -> Errors:
@@ -223,10 +226,11 @@ def plot(found: Sequence[Compared], path: Path) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--machine", default=MACHINE, help="profile: a name or a file (%(default)s)")
+    options.add_argument("--ranks", type=count, help="only rows of this many ranks (all)")
     options.add_argument("--json", type=Path, help="write what was measured and what is predicted, a line each")
     options.add_argument("--plot", type=Path, help="write predicted against measured, as HTML")
     arguments = options.parse_args()
-    found = compared(load(arguments.machine))
+    found = compared(load(arguments.machine), arguments.ranks)
     for by in KEYS:
         for name, *figures in rows(found, by):
             print(f"{name:28}", *(f"{figure:>15}" for figure in figures))

@@ -189,10 +189,13 @@ class CopyLanes:
 
     rounds: the number of copies to each peer.
     one: use a single lane, even if the machine profile says one for each peer.
+    take_turns: the copies of several ranks to one peer take turns, if they share its port.
     matmul_us: the time of concurrent matmuls, which slow the copies down.
     """
 
-    def __init__(self, rank: Rank, rounds: int, *, one: bool = False, matmul_us: float = math.inf) -> None:
+    def __init__(
+        self, rank: Rank, rounds: int, *, one: bool = False, take_turns: bool = False, matmul_us: float = math.inf
+    ) -> None:
         self.rank, self._slowdown = rank, 1.0
         one = one or not rank.machine.fans_out
         self._rounds = rounds if one and rank.node_ranks > 2 else 1
@@ -201,6 +204,10 @@ class CopyLanes:
         alone_us = rank.machine.copies.copy_us * rounds + rank.shard_bytes / (self.gbps(1) * 1e3)
         share = min(1.0, matmul_us / (alone_us * max(1, rank.node_ranks - len(self._free_at_us))))
         self._slowdown = 1 + (slowdown - 1) * share
+        self.take_turns = take_turns and not rank.machine.fans_out
+        self._turns_left = rounds * (rank.node_ranks - 1) - 1 if self.take_turns and rank.node_ranks > 2 else 0
+        self._turn_at_us: float | None = None
+        """When another rank signals that its copy to the next peer has ended. All ranks copy at the same times."""
         self._full_gpu: list[tuple[float, float, float]] = []
         """Matmuls that occupy all SMs: when each begins, the time of a tile, and when it ends."""
 
@@ -257,8 +264,14 @@ class CopyLanes:
     def enqueue_copy(self, distance: int, copy_bytes: float, *, signal: bool = True) -> float:
         """Copy to or from a peer, and return when the data have arrived. signal: a signal follows the copy."""
         lane, rank = distance % len(self._free_at_us), self.rank
+        if self._turn_at_us is not None:
+            self.enqueue_wait(distance, self._turn_at_us)
         begins_at_us = self._sms_free_at_us(self._free_at_us[lane])
         self._free_at_us[lane] = begins_at_us + rank.machine.copies.copy_us + copy_bytes / (self.gbps(distance) * 1e3)
+        if self._turns_left > 0:
+            self._turns_left -= 1
+            self._free_at_us[lane] += rank.flag_us
+            self._turn_at_us = self._free_at_us[lane] + rank.latency_us(1)
         self._free_at_us[lane] += rank.flag_us * signal
         return self._free_at_us[lane] + rank.latency_us(distance)
 

@@ -326,7 +326,7 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
         raise ValueError(reason)
     chunks = problem.world_size if chunks is None else chunks
     check_chunks(chunks, problem.world_size)
-    asked = Request(problem, name, chunks if family.chunked else 1, fan_out and family.fans_out)
+    asked = Request(problem, name, chunks if family.chunked else 1, fan_out and family.fans_out, shared_port=not fan_out)
     return family.builders[problem.op](asked)
 
 

@@ -40,12 +40,14 @@ class Request:
 
     fan_out: whether each peer has its own copy lane, so that all links of a mesh carry chunks at once. One lane for all peers
         is faster behind a switch, where one copy already fills the port.
+    shared_port: whether everything that a rank receives passes one port, as behind a switch.
     """
 
     problem: Problem
     name: str
     chunks: int = 1
     fan_out: bool = False
+    shared_port: bool = True
 
 
 Build = Callable[[Request], Schedule]

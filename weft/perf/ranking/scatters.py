@@ -48,7 +48,8 @@ def overlapped_scatter_ends(rank: Rank, family: FamilyTraits, chunks: int) -> La
         return tile_kernel_ends(rank, family, chunk_lengths(rank.shard_rows, chunks))
     reduces = rank.problem.op == "matmul_reduce_scatter"
     lengths = chunk_lengths(rank.columns if family.matmul == "per_slice" else rank.shard_rows, chunks)
-    lanes, lane = CopyLanes(rank, len(lengths), one=family.one_lane, matmul_us=rank.matmul_us), ComputeLane(rank)
+    lane = ComputeLane(rank)
+    lanes = CopyLanes(rank, len(lengths), one=family.one_lane, take_turns=reduces, matmul_us=rank.matmul_us)
     if not reduces:
         lane.enqueue_wait(0.0)
     shares = [length / sum(lengths) for length in lengths]
@@ -103,7 +104,7 @@ def _enqueue_chunk(
     for distance, piece_at_us in zip(rank.distances, computed_at_us, strict=True):
         if flag_per_piece or pulls or distance == 1 or rank.machine.fans_out:
             lanes.enqueue_wait(distance, piece_at_us + rank.latency_us(distance) * pulls)
-        if first and not pulls:
+        if first and not pulls and (distance == 1 or not lanes.take_turns):
             lanes.enqueue_flags(1, distance)
         arrive_at_us.append(lanes.enqueue_copy(distance, rank.shard_bytes * share, signal=not pulls))
     return arrive_at_us

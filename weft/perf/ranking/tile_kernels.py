@@ -62,7 +62,8 @@ class _TileKernels:
     def __init__(self, rank: Rank, family: FamilyTraits, lengths: Sequence[int]) -> None:
         self.rank, self.family, self.lengths = rank, family, lengths
         self.lane = ComputeLane(rank)
-        self.lanes = CopyLanes(rank, len(lengths), one=family.scatter == "tile_stores", matmul_us=rank.matmul_us)
+        one, take_turns = family.scatter == "tile_stores", rank.problem.op == "matmul_reduce_scatter"
+        self.lanes = CopyLanes(rank, len(lengths), one=one, take_turns=take_turns, matmul_us=rank.matmul_us)
         self.arrive_at_us: dict[Piece, float] = {}
         self._link_free_at_us: dict[int, float] = {}
         self._copies_begin_at_us, self._multiplied_us = math.inf, 0.0
@@ -125,7 +126,7 @@ class _TileKernels:
         (index, distance), rank = piece, self.rank
         pulls = rank.problem.op != "matmul_reduce_scatter"
         self.lanes.enqueue_wait(distance, counted_at_us + rank.latency_us(distance) * pulls)
-        if index == 0 and not pulls:
+        if index == 0 and not pulls and (distance == 1 or not self.lanes.take_turns):
             self.lanes.enqueue_flags(1, distance)
         begins_at_us = counted_at_us + rank.wake_us + 2 * rank.flag_us + rank.machine.copies.copy_us
         self._copies_begin_at_us = min(self._copies_begin_at_us, begins_at_us)
