@@ -29,20 +29,26 @@ def set_carveout(sms: int | None) -> None:
     torch._C._set_sm_carveout_experimental(sms)
 
 
-def matmul_settings() -> tuple[object, ...]:
-    """Return all settings of torch that affect how its matmuls run. They can be part of a cache key.
+def matmul_settings(dtype: torch.dtype | None = None) -> tuple[object, ...]:
+    """Return the settings of torch that affect how its matmuls run. They can be part of a cache key.
 
-    The settings are, in this order: the carveout, deterministic algorithms, accumulation in float16, the precision of float32
-    matmuls, reduced-precision reductions in float16 and in bfloat16, and the preferred BLAS library.
+    The settings are, in this order: the carveout, deterministic algorithms, the preferred BLAS library, reduced-precision
+    reductions in bfloat16 and in float16, accumulation in float16, and the precision of float32 matmuls. Products of bfloat16
+    depend on the first four only, and every call asks for them.
     """
-    return (
+    of_bfloat16 = (
         torch._C._get_sm_carveout_experimental(),
         torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_blas_preferred_backend(),
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+    )
+    if dtype == torch.bfloat16:
+        return of_bfloat16
+    return (
+        *of_bfloat16,
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
         torch._C._get_cublas_allow_fp16_accumulation(),
         torch._C._get_fp32_precision_getter("cuda", "matmul"),
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_blas_preferred_backend(),
     )
 
 

@@ -144,8 +144,8 @@ class Driver:
 
         It is unique in this process, so it shows whether the memory was freed and other memory has the address now.
         """
-        error, number = self.api.cuPointerGetAttribute(self._buffer_id, address)
-        return None if error else int(number)
+        number = self.api.cuPointerGetAttribute(self._buffer_id, address)[1]  # None after an error
+        return None if number is None else int(number)
 
     def memory_behind(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
         """Return (address, number of the memory there) for all memory within nbytes, or None if the driver does not say.

@@ -26,7 +26,7 @@ an SM, so a kernel can never keep a flag from being raised.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -61,6 +61,7 @@ _RELEASED = 0x3FFFFFFF
 """Every word is set to this value after a failure. It is more than any wait needs, and less than where the comparison wraps."""
 _LAYOUTS = 256
 """A program remembers this many layouts of its tensors whose kernels are loaded."""
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 _ANY_STRIDES = ("b", "tables")
 """Inputs that no copy engine reads."""
 _IN_USE: list[Any] = []
@@ -120,7 +121,10 @@ class CudaProgram(BoundProgram):
         self._preset_flags_of_previous_calls()
         self.fixed = self._fixed_bindings()
         self._replays = Replays(
-            resources.captures, lambda inputs, outputs: self._issue(self.bind(inputs, outputs)), self.driver
+            resources.captures,
+            lambda inputs, outputs: self._issue(self.bind(inputs, outputs)),
+            self.driver,
+            self.dtype if schedule.problem.scaling is None else None,
         )
         self._branches = Branches(self.driver)
         self._set_up_steps(schedule)
@@ -390,7 +394,7 @@ class CudaProgram(BoundProgram):
             if timer is not None:
                 timer.begin(caller)
             try:
-                with self.resources.temporaries(allocates):
+                with self.resources.temporaries(allocates) if allocates else _NO_CONTEXT:
                     if isinstance(work, Bindings):
                         self._issue(work)
                     else:

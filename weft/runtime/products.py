@@ -92,13 +92,13 @@ def matmul_choices() -> list[MatmulChoice]:
     return [chosen.choice for chosen in list(_CHOSEN.values())]
 
 
-def settings() -> tuple[object, ...]:
-    """Return torch's settings on which the algorithm of a product depends.
+def settings(dtype: torch.dtype | None = None) -> tuple[object, ...]:
+    """Return torch's settings on which the algorithm of a product depends. dtype: that of the factors, if it is known.
 
     They are the SMs left free, determinism, sums in float16, and torch's choice of kernels: float32 as TF32, partial sums in
     16 bits, cuBLAS or another library.
     """
-    return matmul_settings()
+    return matmul_settings(dtype)
 
 
 class Products:

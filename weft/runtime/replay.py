@@ -129,10 +129,17 @@ class Replays:
 
     captures: records them.
     enqueue: enqueues a call with these tensors on the current stream.
+    dtype: the dtype of the factors of its products; None if it is unknown.
     """
 
-    def __init__(self, captures: Captures, enqueue: Callable[[Inputs, Outputs], None], driver: Driver) -> None:
-        self._captures, self._enqueue, self._driver = captures, enqueue, driver
+    def __init__(
+        self,
+        captures: Captures,
+        enqueue: Callable[[Inputs, Outputs], None],
+        driver: Driver,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._captures, self._enqueue, self._driver, self._dtype = captures, enqueue, driver, dtype
         self._graphs: OrderedDict[Addresses, CapturedCall | None] = OrderedDict()
         self._full = False
 
@@ -153,7 +160,7 @@ class Replays:
         """
         if self._full:
             return None
-        addresses = (*settings(), *_addresses(inputs, outputs))
+        addresses = (*settings(self._dtype), *_addresses(inputs, outputs))
         if addresses not in self._graphs:
             self._graphs[addresses] = None
             if len(self._graphs) > _MAX_GRAPHS:

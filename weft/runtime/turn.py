@@ -87,7 +87,13 @@ class TakenTurn(AbstractContextManager[None]):
         self._turn, self._stream, self._rank_group, self._waits_on_sms = turn, stream, rank_group, waits_on_sms
 
     def __enter__(self) -> None:
-        self._turn.take(self._stream, self._rank_group, waits_on_sms=self._waits_on_sms)
+        self._turn.acquire(self._rank_group)
+        if self._waits_on_sms:
+            try:
+                self._turn.come_after_the_last(self._stream)
+            except BaseException:
+                self._turn.give_back()
+                raise
 
     def __exit__(self, *_: object) -> None:
         self._turn.give_back()
@@ -127,22 +133,12 @@ class Turn:
         """
         return TakenTurn(self, stream, rank_group, waits_on_sms)
 
-    def take(self, stream: int, rank_group: RankGroup, *, waits_on_sms: bool) -> None:
-        """Take the turn, which `give_back` ends. Raises as `taken` says."""
-        self._acquire(rank_group)
-        if waits_on_sms:
-            try:
-                self._come_after_the_last(stream)
-            except BaseException:
-                self.give_back()
-                raise
-
     def captured(self, stream: int, rank_group: RankGroup, call: Callable[[], None]) -> None:
         """Enqueue a program that waits on SMs on a captured stream, after the last one of the same capture.
 
         Raises as `taken` does.
         """
-        self._acquire(rank_group)
+        self.acquire(rank_group)
         try:
             self._branches.enqueue(stream, call)
         finally:
@@ -166,7 +162,7 @@ class Turn:
                 lambda: f"rank {rank_group.rank}, before kernels are loaded: {', '.join(self._in_flight())} has not ended",
                 max(0.0, deadline - time.monotonic()),
             )
-            self._acquire(rank_group)
+            self.acquire(rank_group)
             if self._idle():
                 break
             self.give_back()
@@ -182,7 +178,13 @@ class Turn:
             groups = list(self._groups)
         return all(tickets.has_ended(tickets.last_enqueued) for tickets in groups)
 
-    def _acquire(self, rank_group: RankGroup) -> None:
+    def acquire(self, rank_group: RankGroup) -> None:
+        """Take the turn of this thread, which `give_back` ends. Raises as `taken` says."""
+        if not self._lock.acquire(blocking=False):
+            self._await_lock(rank_group)
+        self._holder = threading.get_ident()
+
+    def _await_lock(self, rank_group: RankGroup) -> None:
         began = time.monotonic()
         while not self._lock.acquire(timeout=_LOOKS_S):
             rank_group.check_peers()
@@ -194,14 +196,13 @@ class Turn:
                     )
                 )
 
-        self._holder = threading.get_ident()
-
     def give_back(self) -> None:
         """End the turn of this thread."""
         self._holder = None
         self._lock.release()
 
-    def _come_after_the_last(self, stream: int) -> None:
+    def come_after_the_last(self, stream: int) -> None:
+        """Order a stream after the last program that waited on SMs. Call it in this thread's turn."""
         if self._stream not in (None, stream):
             assert self._stream is not None
             self._driver.after(stream, self._stream, self._event)
