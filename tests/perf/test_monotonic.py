@@ -19,21 +19,10 @@ H200 = load("h200x8")
 TOLERANCE = 0.02
 ANOMALY = 0.09
 """The most that an exception may lose."""
-ASLEEP = 0.40
-"""The most that a schedule of many short copies may lose because its lanes sleep."""
-SHORT_COPIES = (
-    "shard_p2p",
-    "hetero_fused_1d",
-    "hetero_unfused_1d",
-    "uniform_fused_1d",
-    "uniform_fused_2d",
-    "track_and_trigger",
-)
 _LONG_WAVE = "a copy by kernel waits for the end of a wave: a GEMM that memory binds is one long one in place of two short ones"
 _BEFORE_THE_END = "a copy by kernel that comes earlier comes before the end of a wave, and waits for it"
 _LARGER_TILES = "the kernel takes the tiles with which its product ends first: one wave of larger ones; parts come later"
 _ONE_WAVE = "one wave stores what two did, and nothing is computed meanwhile"
-_ASLEEP = "a lane that comes to its turn sooner comes before the flag, sleeps, and has to wake up for each of many copies"
 EXCEPTIONS = {
     ("gpu.sms", "uniform_fused_2d", "all_gather_matmul"): _LONG_WAVE,
     ("gpu.tflops.bfloat16", "uniform_fused_2d", "all_gather_matmul"): _LONG_WAVE,
@@ -43,8 +32,6 @@ EXCEPTIONS = {
     ("copies.copy_us", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
     ("wake_us", "hetero_unfused_1d", "matmul_all_to_all"): _BEFORE_THE_END,
     ("gpu.tile_us", "uniform_fused_2d", "matmul_reduce_scatter"): _BEFORE_THE_END,
-    **{("flag_us", name, "matmul_reduce_scatter"): _ASLEEP for name in SHORT_COPIES},
-    **{("flag_us", name, "matmul_all_reduce"): _ASLEEP for name in ("shard_p2p", "hetero_unfused_1d")},
 }
 """By number, schedule and operator: why list scheduling loses more than TOLERANCE on some problem."""
 RATES = (
@@ -90,9 +77,8 @@ def slower(path: str, sizes: tuple[tuple[int, int, int], ...], ranks: tuple[int,
     for schedule in schedules(sizes, ranks):
         before, after = run(schedule, H200).total_us, run(schedule, machine).total_us
         count += 1
-        why = EXCEPTIONS.get((path, schedule.name, schedule.problem.op))
-        allowed = {None: TOLERANCE, _ASLEEP: ASLEEP}.get(why, ANOMALY)
-        if after > (1 + allowed) * before:
+        excepted = (path, schedule.name, schedule.problem.op) in EXCEPTIONS
+        if after > (1 + (ANOMALY if excepted else TOLERANCE)) * before:
             found.append((after / before - 1, f"{schedule.name} for {schedule.problem}: {before:.1f} -> {after:.1f} us"))
     return count, found
 

@@ -263,3 +263,19 @@ def test_products_are_timed_where_schedules_are(ranks: RankFixture) -> None:
     expected = {f"measured, {rows} rows": True for rows in (64, 96, 48, 32)}
     expected |= {"padded to a bucket": False, "by name": True, "planned": False}
     assert ranks(2).run(_which_products_are_timed) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "matters"),
+    [
+        ("_get_cublas_allow_bf16_reduced_precision_reduction", True),
+        ("_get_blas_preferred_backend", True),
+        ("_get_cublas_allow_fp16_accumulation", False),
+        ("_get_cublas_allow_fp16_reduced_precision_reduction", False),
+    ],
+)
+def test_products_of_bfloat16_depend_on_some_settings(setting: str, matters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, whole = settings(torch.bfloat16), settings()
+    monkeypatch.setattr(torch._C, setting, lambda: "another value")
+    assert (settings(torch.bfloat16) != before) == matters
+    assert settings() != whole

@@ -333,7 +333,8 @@ class Machine:
     name: the name that `--machine` takes. description: one line for reports. world_size: the number of GPUs.
     launch_us: the time from the end of one kernel of a stream to the start of the next one's work.
     flag_us: the time of a stream's wait or signal.
-    wake_us: the time from a signal to the next step of the copy lane that waited for it. None for 0.
+    wake_us: the time from a signal to the next step of the copy lane that waited for it, if it waited longer than that. None
+        for 0.
     fork_us: the time to start the lanes besides the compute lane, and from a copy lane back to it, if measured.
     stages: library matmuls and collectives are called through torch, with the staging around them (weft.perf.staging).
     collectives: NCCL's collectives by name. all_to_all may be missing, and then costs as much as all_gather. all_reduce may be

@@ -183,9 +183,10 @@ def _launched(lane: Lane, kernels: Mapping[Span1D, FusedCollective]) -> frozense
 
 
 def _wait(world: World, rank: int, lane: Lane, step: Wait) -> Process:
-    waited = yield from world.wait(step)
-    wake_us = world.machine.wake_us if waited and lane.kind == "copy" else None
-    yield world.env.timeout(ns(world.machine.flag_us + (wake_us or 0.0)))
+    began = world.now
+    yield from world.wait(step)
+    wake_ns = min(ns(world.machine.wake_us or 0.0), world.now - began) if lane.kind == "copy" else 0
+    yield world.env.timeout(ns(world.machine.flag_us) + wake_ns)
 
 
 def _signal(world: World, rank: int, lane: Lane, step: Signal) -> Process:

@@ -207,7 +207,7 @@ class CopyLanes:
         self.take_turns = take_turns and not rank.machine.fans_out
         self._turns_left = rounds * (rank.node_ranks - 1) - 1 if self.take_turns and rank.node_ranks > 2 else 0
         self._turn_at_us: float | None = None
-        """When another rank signals that its copy to the next peer has ended. All ranks copy at the same times."""
+        """When the next copy may begin: when the sender before, which copies at the same times as this rank, has signalled."""
         self._full_gpu: list[tuple[float, float, float]] = []
         """Matmuls that occupy all SMs: when each begins, the time of a tile, and when it ends."""
 
@@ -240,10 +240,13 @@ class CopyLanes:
         return CopyLoad(self._all_free_at_us if ends_at_us is None else ends_at_us, gbps, begins_at_us)
 
     def enqueue_wait(self, distance: int, raised_at_us: float) -> None:
-        """Make the lane to a peer wait for a flag. A lane that is free before the flag is raised also needs `wake_us`."""
+        """Make the lane to a peer wait for a flag.
+
+        A lane that is free before the flag is raised also needs `wake_us`, or the time that it has waited if that is shorter.
+        """
         lane, rank = distance % len(self._free_at_us), self.rank
-        awake_at_us = raised_at_us + rank.wake_us if raised_at_us > self._free_at_us[lane] else 0.0
-        self._free_at_us[lane] = max(self._free_at_us[lane], awake_at_us) + rank.flag_us
+        waited_us = max(0.0, raised_at_us - self._free_at_us[lane])
+        self._free_at_us[lane] += waited_us + min(rank.wake_us, waited_us) + rank.flag_us
 
     def enqueue_flags(self, count: int = 1, distance: int | None = None) -> None:
         """Execute flag operations that do not make a lane wait: signals, or waits for flags that are already raised.

@@ -179,7 +179,7 @@ class Turn:
         return all(tickets.has_ended(tickets.last_enqueued) for tickets in groups)
 
     def acquire(self, rank_group: RankGroup) -> None:
-        """Take the turn of this thread, which `give_back` ends. Raises as `taken` says."""
+        """Take the lock for this thread, which `give_back` releases. Raises as `taken` says."""
         if not self._lock.acquire(blocking=False):
             self._await_lock(rank_group)
         self._holder = threading.get_ident()

@@ -231,8 +231,7 @@ CUT_COLUMNS = ("uniform_fused_2d", "flag_gated_2d")
 QUANTISING = ("sequential", "sequential_stores", "direct_store")
 """The families whose kernels may quantise the rows of a that they send."""
 MOST_CHUNKS = 512
-"""The most chunks per shard. With 256, a schedule of 8 ranks has 29,000 steps, and its proof takes 6 s. The time grows with the
-square."""
+"""The most chunks per shard. With 256, a schedule of 8 ranks has up to 100,000 steps, and its proof takes 2 s."""
 
 MOST_PIECES = 4096
 """The most pieces of a candidate, which are chunks x world_size squared. Building and simulating 20,000 takes about 1 s."""

@@ -40,7 +40,8 @@ class Request:
 
     fan_out: whether each peer has its own copy lane, so that all links of a mesh carry chunks at once. One lane for all peers
         is faster behind a switch, where one copy already fills the port.
-    shared_port: whether everything that a rank receives passes one port, as behind a switch.
+    shared_port: whether everything that a rank receives passes one port, as behind a switch. `weft.schedule.build` takes that
+        for granted unless it gets fan_out.
     """
 
     problem: Problem
@@ -105,6 +106,7 @@ class Builder:
     def __init__(self, request: Request) -> None:
         self.problem, self.name, self.chunks, self.fan_out = request.problem, request.name, request.chunks, request.fan_out
         self.world_size = self.problem.world_size
+        self.take_turns = request.shared_port
         self._buffers: dict[str, Buffer] = {}
         self._lanes: list[dict[str, list[Step]]] = [{} for _ in self.ranks]
 
@@ -171,7 +173,7 @@ class Builder:
         return Flag(name, rank, src * self.chunks + index)
 
     def make_free_wait(self, rank: int, peer: int) -> Wait:
-        """Return the wait until the peer has read the data that `rank` sent it in the previous call."""
+        """Return the wait until the peer has read the data of the previous call."""
         return Wait(Flag("free", rank, peer), on_previous_call=True)
 
     def add_steps(self, rank: int, lane: str, *steps: Step) -> None:
@@ -220,6 +222,35 @@ class Builder:
         for store in () if lane else stores:
             self.add_steps(rank, self.copy_lane(store.dst.rank), Copy(store.src, store.dst), Signal(store.count))
 
+    def copy_in_turn(self, rank: int, store: Store, index: int, chunks: int, first: Wait) -> None:
+        """Add the copy of chunk `index` of `chunks` to a peer, after the copy of the sender before.
+
+        The senders of a peer are the rank before it, then the rank before that one, and so on, chunk by chunk. Each but the
+        first waits for its flag `turn`. The first waits for `first`, by which the peer permits all of them to begin. Without
+        turns, each sender waits for it.
+        """
+        peer, lane = store.dst.rank, self.copy_lane(store.dst.rank)
+        senders = self.senders(peer)
+        turn = index * len(senders) + senders.index(rank)
+        take_turns = self.take_turns and len(senders) > 1
+        if turn == 0 or (index == 0 and not take_turns):
+            self.add_steps(rank, lane, first)
+        elif take_turns:
+            self.add_steps(rank, lane, Wait(self.flag("turn", rank, peer, index)))
+        self.add_steps(rank, lane, Copy(store.src, store.dst))
+        if take_turns and turn + 1 < chunks * len(senders):
+            chunk, at = divmod(turn + 1, len(senders))
+            self.add_steps(rank, lane, Signal(self.flag("turn", senders[at], peer, chunk)))
+        self.add_steps(rank, lane, Signal(store.count))
+
+    def senders(self, peer: int) -> list[int]:
+        """Return the ranks that send to a peer, in the order of their turns."""
+        return self.peers(peer, step=-1)
+
+    def permitted(self, rank: int) -> list[int]:
+        """Return the ranks that wait until `rank` permits them to send: the first sender, or all senders without turns."""
+        return self.senders(rank)[:1] if self.take_turns else self.peers(rank)
+
     def copy_lane(self, peer: int) -> str:
         """Return the name of the lane that sends to `peer`."""
         return f"copy.{peer}" if self.fan_out else "copy"
@@ -227,7 +258,7 @@ class Builder:
     def peers(self, rank: int, *, step: int = 1) -> list[int]:
         """Return the other ranks of the node, in ascending (step=1) or descending (-1) order from the rank's neighbour on.
 
-        Each rank begins with another peer, so that no two ranks send to the same peer at once.
+        Each rank begins with another peer. So no two ranks send to the same peer at once while all are in step.
         """
         node = self.problem.node_ranks[self.problem.node_of[rank]]
         return [node[(rank - node.start + step * i) % len(node)] for i in range(1, len(node))]

@@ -16,11 +16,12 @@ Flags of rank r (who signals ~> who waits)
     arrived[i]@r   a peer's copy lane, or its GEMM ~> r's reduction: the peer's piece i is in recv (or in its partial)
     turn[i]@r      a peer's copy lane ~> r's copy lane: the copy to the owner of piece i that comes before r's has ended
     handed[i]@r, summed[i]@r, landed[i]@r   node_slices: as arrived, as made, and r's network lane ~> r's compute lane
-    free[p]@r      p's compute lane ~> r's steps that write for p: p has read its peers' pieces for the last time in this call
+    free[p]@r      p's compute lane ~> r's steps that write for p: p has read its peers' pieces for the last time in this call.
+                   Where copies take turns, only r = p - 1 gets it. All other copies to p come after r's first copy
 
     rank r, compute               rank r, copy                     rank p, the owner
     gemm rows of p
-    signal made  --------------->  wait made, wait free[p] >= 0, wait turn
+    signal made  --------------->  wait made, then free[p] of the call before (first sender) or turn (others)
     gemm other rows                copy partial -> recv of p  ~~~>  rows land
     ...                            signal turn of the next rank that copies to p
                                    signal arrived  ~~~~~~~~~~~~~~>  reduce waits arrived of all ranks
@@ -29,7 +30,8 @@ Flags of rank r (who signals ~> who waits)
 Copies to one owner take turns: the rank before the owner sends first, then the rank before that one, and so on. Without turns,
 a copy that is late shares the owner's port with the next rank's copy. Then both are late, and after some steps all ranks send
 to the same owner: on 8 x H200, copies of 8 MiB took up to 124 us instead of 24. With turns, only the first sender waits for
-`free`. There are no turns in a mesh, where each pair of ranks has a link.
+`free`. Turns cost two flag operations a copy, and a rank that is late delays the senders after it. With fan_out there are no
+turns, because each pair of ranks has a link then.
 
 In track_and_trigger and direct_store the owner's GEMM also reduces: the tiles of its own shard come last, and add the peers'
 rows to their product before they round it. They wait for `arrived` after their multiplication (late gates).
@@ -47,7 +49,6 @@ from typing import Literal
 from weft.core.problem import Span1D, split
 from weft.core.schedule import (
     Collective,
-    Copy,
     Flag,
     FusedCollective,
     Part,
@@ -73,7 +74,7 @@ class _Scatter(Builder):
 
     For matmul_all_reduce, the result of the reduce-scatter, including the addends of its rows, is in `mine`. NCCL gathers it.
 
-    copies: copy engines send the pieces to their owners. If an owner has one port for several peers, these copies take turns.
+    copies: `copy_in_turn` writes all that peers receive. If an owner has one port for several peers, these copies take turns.
     """
 
     def __init__(
@@ -141,32 +142,9 @@ class _Scatter(Builder):
         out, gate = self.slot(rank, piece.shard, piece.rows), self.make_free_wait(rank, piece.shard)
         return Part(self.region("a", rank, piece.rows), out, (gate,), self.arrived(piece.shard, rank, piece.index))
 
-    def senders(self, owner: int) -> list[int]:
-        """Return the ranks that send to an owner, in the order of their turns."""
-        return self.peers(owner, step=-1)
-
-    def copy_to_owner(self, rank: int, store: Store, index: int, chunks: int) -> None:
-        """Add the copy of chunk `index` of `chunks` to its owner, after the copy of the sender before.
-
-        The first sender waits until the owner has read all pieces of the previous call. Without turns, each sender does.
-        """
-        owner = store.dst.rank
-        lane, senders = self.copy_lane(owner), self.senders(owner)
-        turns = [(chunk, src) for chunk in range(chunks) for src in senders]
-        turn = turns.index((index, rank))
-        if turn == 0 or (index == 0 and not self.take_turns):
-            self.wait_for_free(rank, [owner])
-        if turn > 0 and self.take_turns and len(senders) > 1:
-            self.add_steps(rank, lane, Wait(self.flag("turn", rank, owner, index)))
-        self.add_steps(rank, lane, Copy(store.src, store.dst))
-        if turn + 1 < len(turns) and self.take_turns and len(senders) > 1:
-            chunk, src = turns[turn + 1]
-            self.add_steps(rank, lane, Signal(self.flag("turn", src, owner, chunk)))
-        self.add_steps(rank, lane, Signal(store.count))
-
     def signal_read(self, rank: int) -> None:
         """Add signals to those peers that wait for `free`: the rank has read the pieces of all peers."""
-        self.signal_free(rank, self.senders(rank)[:1] if self.take_turns else self.peers(rank))
+        self.signal_free(rank, self.permitted(rank))
 
     def copy_pieces_to_owners(self, rank: int, *, made: bool) -> None:
         """Add the copies of every piece to its owner, in order of production.
@@ -179,7 +157,7 @@ class _Scatter(Builder):
             if made or piece.index != step or self.fan_out:
                 self.add_steps(rank, lane, Wait(self.made(rank, piece) if made else Flag("made", rank, piece.index)))
             store = self.make_store(rank, piece.shard, piece.index, piece.rows)
-            self.copy_to_owner(rank, store, piece.index, len(self.pieces[piece.shard]))
+            self.copy_in_turn(rank, store, piece.index, len(self.pieces[piece.shard]), self.make_free_wait(rank, piece.shard))
             step = piece.index
 
     def make_sum(self, rank: int, index: int, rows: Span1D, cols: Span1D | None = None) -> Sum:
@@ -197,7 +175,7 @@ class _Scatter(Builder):
         return tuple(Wait(self.arrived(rank, peer, index)) for peer in self.peers(rank))
 
     def add_reduce(self, rank: int, sums: Iterable[Sum]) -> None:
-        """Add the sums of the pieces that arrived, and signals to every peer that its pieces have been read."""
+        """Add the sums of the pieces that arrived, and signals that they have been read."""
         if sums := tuple(sums):
             self.add_steps(rank, "compute", Reduce(sums, self.divide_by))
             self.signal_read(rank)
@@ -310,7 +288,7 @@ def fused_2d(request: Request) -> Schedule:
                 if peer == peers[0] or s.fan_out:
                     s.add_steps(rank, s.copy_lane(peer), Wait(made))
                 store = s.make_store(rank, peer, index, s.problem.shards[peer], cols)
-                s.copy_to_owner(rank, store, index, len(slices))
+                s.copy_in_turn(rank, store, index, len(slices), s.make_free_wait(rank, peer))
         rows = s.problem.shards[rank]
         s.add_reduce(rank, [s.make_sum(rank, i, rows, cols) for i, cols in enumerate(slices)] if s.pieces[rank] else [])
     return s.build_schedule()

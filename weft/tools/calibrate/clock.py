@@ -1,8 +1,8 @@
 """Measures work on all ranks. The result is the slowest rank's time in each round.
 
 On a GPU the calls are captured in a CUDA graph, which is replayed between two events, so the time does not include Python or
-launches by the host. On a CPU they are called between two readings of the clock. A barrier precedes each round. On GPUs a replay
-that is not timed follows the barrier.
+launches by the host. On a CPU they are called between two readings of the clock. A barrier precedes each round. On GPUs a
+replay that is not timed follows the barrier.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Clock:
     def _time_round(self, run: Work) -> float:
         self.barrier()
         if self.device.type == "cuda":
-            run()  # hosts leave the barrier at different times; an exchange that is not timed brings the GPUs together
+            run()  # hosts leave the barrier at different times; if the work is an exchange, this brings the GPUs together
             return self._events(run)
         begun_ns = time.perf_counter_ns()
         run()
