@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from weft.core.machine import load
-from weft.core.problem import CollectiveProblem, Op, Problem
+from weft.core.problem import Op, Problem
 from weft.core.schedule import Copy, Schedule, Signal, Store, Wait
 from weft.perf import run
 from weft.schedules import build, parse
-from weft.schedules.builder import Builder
+from weft.schedules.matmul_reduce_scatter import _Scatter
 
 H200 = load("h200x8")
 SPECS = ("shard_p2p", "hetero_unfused_1d:2", "uniform_fused_1d:2", "uniform_fused_2d:2", "track_and_trigger:2")
@@ -35,7 +35,7 @@ def latest_overlap_us(found: Schedule) -> float:
     return max(first[1] - second[0] for some in times.values() for first, second in pairwise(sorted(some)))
 
 
-def without_turns(builder: Builder, rank: int, store: Store, index: int, chunks: int, first: Wait) -> None:
+def without_turns(builder: _Scatter, rank: int, store: Store, index: int, chunks: int) -> None:
     builder.copy_to_peers(rank, [store])
 
 
@@ -47,16 +47,12 @@ def test_a_rank_receives_from_one_peer_at_a_time(op: Op, spec: str, world_size: 
     if parse(spec)[0] not in ("shard_p2p", "hetero_unfused_1d") and op == "matmul_all_reduce":
         pytest.skip("the operator does not have this family")
     assert latest_overlap_us(build(problem, *parse(spec))) <= 0
-    monkeypatch.setattr(Builder, "copy_in_turn", without_turns)
+    monkeypatch.setattr(_Scatter, "copy_in_turn", without_turns)
     assert latest_overlap_us(build(problem, *parse(spec))) > 0
 
 
-SCATTER = build(Problem(op="matmul_reduce_scatter", m=24, n=8, k=16, world_size=4), "hetero_unfused_1d", 2)
-GATHER = build(CollectiveProblem(op="all_gather", m=24, n=1, k=1, world_size=4, reachable=True), "copy_engine")
-
-
-@pytest.mark.parametrize(("found", "turns_of_a_rank"), [(SCATTER, 5), (GATHER, 2)])
-def test_each_turn_is_signalled_by_the_sender_before(found: Schedule, turns_of_a_rank: int) -> None:
+def test_each_turn_is_signalled_by_the_sender_before() -> None:
+    found = build(Problem(op="matmul_reduce_scatter", m=24, n=8, k=16, world_size=4), "hetero_unfused_1d", 2)
     order: dict[int, list[tuple[int, int]]] = defaultdict(list)
     waits, signals = {}, {}
     for rank in range(4):
@@ -72,7 +68,7 @@ def test_each_turn_is_signalled_by_the_sender_before(found: Schedule, turns_of_a
                 signals[step.flag] = copies - 1, rank
     turns = [pair for receiver in order.values() for pair in pairwise(sorted(receiver))]
     assert {(signals[flag], waits[flag]) for flag in waits} == set(turns)
-    assert len(turns) == 4 * turns_of_a_rank
+    assert len(turns) == 4 * 5
 
 
 def test_two_ranks_and_lanes_for_each_peer_need_no_turns() -> None:
@@ -80,3 +76,11 @@ def test_two_ranks_and_lanes_for_each_peer_need_no_turns() -> None:
         problem = Problem(op="matmul_reduce_scatter", m=16, n=8, k=16, world_size=world_size)
         found = build(problem, "shard_p2p", fan_out=fan_out)
         assert not [step for *_, step in found if isinstance(step, Wait) and step.flag.name == "turn"]
+
+
+def test_only_the_first_sender_waits_until_its_owner_has_read() -> None:
+    found = build(Problem(op="matmul_reduce_scatter", m=24, n=8, k=16, world_size=4), "hetero_unfused_1d", 2)
+    waits = [step.flag for *_, step in found if isinstance(step, Wait) and step.flag.name == "free"]
+    signals = [step.flag for *_, step in found if isinstance(step, Signal) and step.flag.name == "free"]
+    assert sorted((flag.rank, flag.index) for flag in waits) == [(rank, (rank + 1) % 4) for rank in range(4)]
+    assert sorted(signals, key=lambda flag: flag.rank) == sorted(waits, key=lambda flag: flag.rank)

@@ -106,7 +106,6 @@ class Builder:
     def __init__(self, request: Request) -> None:
         self.problem, self.name, self.chunks, self.fan_out = request.problem, request.name, request.chunks, request.fan_out
         self.world_size = self.problem.world_size
-        self.take_turns = request.shared_port
         self._buffers: dict[str, Buffer] = {}
         self._lanes: list[dict[str, list[Step]]] = [{} for _ in self.ranks]
 
@@ -221,35 +220,6 @@ class Builder:
             self.add_steps(rank, lane, Push(stores))
         for store in () if lane else stores:
             self.add_steps(rank, self.copy_lane(store.dst.rank), Copy(store.src, store.dst), Signal(store.count))
-
-    def copy_in_turn(self, rank: int, store: Store, index: int, chunks: int, first: Wait) -> None:
-        """Add the copy of chunk `index` of `chunks` to a peer, after the copy of the sender before.
-
-        The senders of a peer are the rank before it, then the rank before that one, and so on, chunk by chunk. Each but the
-        first waits for its flag `turn`. The first waits for `first`, by which the peer permits all of them to begin. Without
-        turns, each sender waits for it.
-        """
-        peer, lane = store.dst.rank, self.copy_lane(store.dst.rank)
-        senders = self.senders(peer)
-        turn = index * len(senders) + senders.index(rank)
-        take_turns = self.take_turns and len(senders) > 1
-        if turn == 0 or (index == 0 and not take_turns):
-            self.add_steps(rank, lane, first)
-        elif take_turns:
-            self.add_steps(rank, lane, Wait(self.flag("turn", rank, peer, index)))
-        self.add_steps(rank, lane, Copy(store.src, store.dst))
-        if take_turns and turn + 1 < chunks * len(senders):
-            chunk, at = divmod(turn + 1, len(senders))
-            self.add_steps(rank, lane, Signal(self.flag("turn", senders[at], peer, chunk)))
-        self.add_steps(rank, lane, Signal(store.count))
-
-    def senders(self, peer: int) -> list[int]:
-        """Return the ranks that send to a peer, in the order of their turns."""
-        return self.peers(peer, step=-1)
-
-    def permitted(self, rank: int) -> list[int]:
-        """Return the ranks that wait until `rank` permits them to send: the first sender, or all senders without turns."""
-        return self.senders(rank)[:1] if self.take_turns else self.peers(rank)
 
     def copy_lane(self, peer: int) -> str:
         """Return the name of the lane that sends to `peer`."""

@@ -13,8 +13,7 @@ Flags of rank r (who signals ~> who waits), one for each peer and piece
     arrived[p, i]@r   p ~> r: p's piece i is in recv         free[p, i]@r   p ~> r: p has read r's piece i from p's recv
     ready[p, i]@r     p ~> r: p's piece i is in summed       read[p, i]@r   p ~> r: p has read r's piece i from p's summed
     made[i]@r         r's sums ~> r's copies: piece i of the sum of r's part is ready (all_reduce)
-    open[p]@r         p ~> r: p has begun this call, so its peers may write its out (if out is reachable)
-    turn[p, 0]@r      a peer ~> r: the copy to p's out that comes before r's has ended (if out is reachable)
+    open[p]@r         p ~> r: p has begun this call, so r may write p's out (if out is reachable)
 
 An all_reduce:
 
@@ -58,7 +57,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from weft.core.problem import CollectiveProblem, Op, Span1D
-from weft.core.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Store, Sum, Wait
+from weft.core.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
 from weft.schedules.builder import Build, Builder, Request
 
 MAX_PUSHES = 4096
@@ -320,11 +319,11 @@ def _build_direct_push(request: Request) -> Schedule:
     """Build an all_gather or all_to_all whose results peers can write: a rank makes one copy for each peer."""
     s = _CollectiveBuilder(replace(request, chunks=1), parts=0)
     for rank in s.ranks_with_work:
-        s.add_steps(rank, "compute", *(Signal(Flag("open", peer, rank)) for peer in s.permitted(rank)))
+        s.add_steps(rank, "compute", *(Signal(Flag("open", peer, rank)) for peer in s.peers(rank)))
         s.copy_own_part(rank)
         for peer in s.peers(rank):
-            store = Store(s.region_to_send(rank, peer, 0), s.result_region(rank, peer, 0), Flag("arrived", peer, rank))
-            s.copy_in_turn(rank, store, 0, 1, Wait(Flag("open", rank, peer)))
+            copy = Copy(s.region_to_send(rank, peer, 0), s.result_region(rank, peer, 0))
+            s.add_steps(rank, s.copy_lane(peer), Wait(Flag("open", rank, peer)), copy, Signal(Flag("arrived", peer, rank)))
         s.add_steps(rank, "compute", *(Wait(Flag("arrived", rank, src)) for src in s.peers(rank, step=-1)))
     return s.build_schedule()
 

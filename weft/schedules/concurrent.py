@@ -278,7 +278,7 @@ def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method
     known = collectives.PULL_BUILDERS if method.pull else collectives.PUSH_BUILDERS
     if one.op not in known:
         raise ValueError(f"method is {spec!r}; {one.op} is not pulled: leave out pull")
-    return known[one.op](Request(own, "copy_engine", one.world_size, fan_out, shared_port=not fan_out))
+    return known[one.op](Request(own, "copy_engine", one.world_size, fan_out))
 
 
 def renamed(value: Any, rename: Callable[[str], str]) -> Any:

@@ -49,6 +49,7 @@ from typing import Literal
 from weft.core.problem import Span1D, split
 from weft.core.schedule import (
     Collective,
+    Copy,
     Flag,
     FusedCollective,
     Part,
@@ -142,9 +143,29 @@ class _Scatter(Builder):
         out, gate = self.slot(rank, piece.shard, piece.rows), self.make_free_wait(rank, piece.shard)
         return Part(self.region("a", rank, piece.rows), out, (gate,), self.arrived(piece.shard, rank, piece.index))
 
+    def copy_in_turn(self, rank: int, store: Store, index: int, chunks: int) -> None:
+        """Add the copy of chunk `index` of `chunks` to its owner, after the copy of the sender before.
+
+        The senders to an owner are the rank before it, then the rank before that one, and so on, chunk by chunk. Each but the
+        first waits for its flag `turn`, and the first waits for `free`. Without turns, each sender waits for `free`.
+        """
+        owner, lane = store.dst.rank, self.copy_lane(store.dst.rank)
+        senders = self.peers(owner, step=-1)
+        turn = index * len(senders) + senders.index(rank)
+        take_turns = self.take_turns and len(senders) > 1
+        if turn == 0 or (index == 0 and not take_turns):
+            self.add_steps(rank, lane, self.make_free_wait(rank, owner))
+        elif take_turns:
+            self.add_steps(rank, lane, Wait(self.flag("turn", rank, owner, index)))
+        self.add_steps(rank, lane, Copy(store.src, store.dst))
+        if take_turns and turn + 1 < chunks * len(senders):
+            chunk, at = divmod(turn + 1, len(senders))
+            self.add_steps(rank, lane, Signal(self.flag("turn", senders[at], owner, chunk)))
+        self.add_steps(rank, lane, Signal(store.count))
+
     def signal_read(self, rank: int) -> None:
-        """Add signals to those peers that wait for `free`: the rank has read the pieces of all peers."""
-        self.signal_free(rank, self.permitted(rank))
+        """Add signals that the rank has read the pieces of all peers: to the first sender, or to all if there are no turns."""
+        self.signal_free(rank, self.peers(rank, step=-1)[:1] if self.take_turns else self.peers(rank))
 
     def copy_pieces_to_owners(self, rank: int, *, made: bool) -> None:
         """Add the copies of every piece to its owner, in order of production.
@@ -157,7 +178,7 @@ class _Scatter(Builder):
             if made or piece.index != step or self.fan_out:
                 self.add_steps(rank, lane, Wait(self.made(rank, piece) if made else Flag("made", rank, piece.index)))
             store = self.make_store(rank, piece.shard, piece.index, piece.rows)
-            self.copy_in_turn(rank, store, piece.index, len(self.pieces[piece.shard]), self.make_free_wait(rank, piece.shard))
+            self.copy_in_turn(rank, store, piece.index, len(self.pieces[piece.shard]))
             step = piece.index
 
     def make_sum(self, rank: int, index: int, rows: Span1D, cols: Span1D | None = None) -> Sum:
@@ -288,7 +309,7 @@ def fused_2d(request: Request) -> Schedule:
                 if peer == peers[0] or s.fan_out:
                     s.add_steps(rank, s.copy_lane(peer), Wait(made))
                 store = s.make_store(rank, peer, index, s.problem.shards[peer], cols)
-                s.copy_in_turn(rank, store, index, len(slices), s.make_free_wait(rank, peer))
+                s.copy_in_turn(rank, store, index, len(slices))
         rows = s.problem.shards[rank]
         s.add_reduce(rank, [s.make_sum(rank, i, rows, cols) for i, cols in enumerate(slices)] if s.pieces[rank] else [])
     return s.build_schedule()

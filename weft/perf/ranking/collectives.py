@@ -38,7 +38,7 @@ class _CopyEngineCollective:
         whole = self.into_result and not self.is_all_reduce
         lengths = [rows] if whole else chunk_lengths(rows, layout.count_pieces(rows))
         self.slots, self.piece_bytes = layout.slots, [length * problem.itemsize for length in lengths]
-        self.lanes = CopyLanes(rank, (1 + self.is_all_reduce) * len(lengths), take_turns=whole, matmul_us=0.0)
+        self.lanes = CopyLanes(rank, (1 + self.is_all_reduce) * len(lengths), matmul_us=0.0)
         self.out, self.sums = ComputeLane(rank), ComputeLane(rank, rank.fork_us + rank.launch_us)
         self._summed_at_us: list[float] = []
 
@@ -85,8 +85,7 @@ class _CopyEngineCollective:
         """Push a piece to each peer. Return when the pieces of the peers arrive."""
         arrive_at_us = []
         for distance in self.rank.distances:
-            if distance == 1 or not self.lanes.take_turns:
-                self.lanes.enqueue_flags(int(self._waits_for_slot(index)), distance)
+            self.lanes.enqueue_flags(int(self._waits_for_slot(index)), distance)
             arrive_at_us.append(self.lanes.enqueue_copy(distance, self.piece_bytes[index]))
         return arrive_at_us
 
