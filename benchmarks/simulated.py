@@ -38,7 +38,7 @@ from weft.schedules import build, parse
 RESULTS = Path(__file__).with_name("results")
 FILES = (
     *("h200x2/tp", "h200x2/all_to_all", "h200x2/all_reduce", "h200x2/embedding", "h200x2/dma", "h200x2/ficco_gemms"),
-    *("h200x4/ficco_gemms", "h200x8/tp", "h200x8/all_to_all", "h200x8/all_reduce", "planner"),
+    *("h200x4/tp", "h200x4/all_reduce", "h200x4/ficco_gemms", "h200x8/tp", "h200x8/all_to_all", "h200x8/all_reduce", "planner"),
 )
 """Results that predictions are compared with."""
 MACHINE = "h200x8"
