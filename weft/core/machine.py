@@ -166,6 +166,19 @@ class Gpu:
             return busy_us
         return busy_us + max(0.0, busy_us - self.burst_us) * (1 / self.sustained - 1)
 
+    def power_slowdown(self, before_us: float, busy_us: float, speed: float = 1.0) -> float:
+        """Return how many times as long a matmul takes because the power limit slows it.
+
+        A kernel that is slower than cuBLAS needs less power, so the limit slows it less.
+
+        before_us: the time of earlier matmuls at full rate, by cuBLAS.
+        busy_us: the time of the matmul at full rate.
+        speed: its speed relative to cuBLAS.
+        """
+        if not busy_us:
+            return 1.0
+        return max(1.0, (self.paced_us(before_us + speed * busy_us) - self.paced_us(before_us)) / busy_us)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CopyEngines:

@@ -241,11 +241,9 @@ def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
 
 def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
     """Return the cost at the rate that the power limit allows after the rank's earlier matmuls."""
-    before, paced_us = world.matmul_us[rank], world.machine.gpu.paced_us
-    world.matmul_us[rank] += cost.busy_us
-    if not cost.busy_us:
-        return cost
-    return cost.slower((paced_us(before + cost.busy_us) - paced_us(before)) / cost.busy_us)
+    before_us = world.matmul_us[rank]
+    world.matmul_us[rank] += cost.speed * cost.busy_us
+    return cost.slower(world.machine.gpu.power_slowdown(before_us, cost.busy_us, cost.speed))
 
 
 def _opened(world: World, part: Part, time: Time) -> Generator[simpy.Event, Any, tuple[int, ...]]:

@@ -110,10 +110,9 @@ class Rank:
             )
         return self._weft_gemms[key]
 
-    def power_slowdown(self, before_us: float, busy_us: float) -> float:
+    def power_slowdown(self, before_us: float, cost: GemmCost) -> float:
         """Return how many times as long a matmul takes because the power limit slows it after `before_us` of other matmuls."""
-        paced_us = self.machine.gpu.paced_us
-        return (paced_us(before_us + busy_us) - paced_us(before_us)) / busy_us if busy_us else 1.0
+        return self.machine.gpu.power_slowdown(before_us, cost.busy_us, cost.speed)
 
     def copy_slowdown(self, cost: GemmCost, gbps: float) -> float:
         """Return how many times as long a kernel takes while copies move `gbps` through the rank's memory."""
@@ -175,7 +174,7 @@ class ComputeLane:
         """Run a cuBLAS matmul, concurrently with the copies of `load`. staged_us: the time of copies that stage its data."""
         if not cost.busy_us:
             return
-        slowdown = self.rank.power_slowdown(self._multiplied_us, cost.busy_us)
+        slowdown = self.rank.power_slowdown(self._multiplied_us, cost)
         self._multiplied_us += cost.busy_us
         self.matmul_begins_at_us = self.free_at_us + self.rank.launch_us + staged_us
         self.matmul_tile_us = cost.tile_us * slowdown

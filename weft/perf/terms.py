@@ -56,7 +56,8 @@ class GemmCost:
     tiles: the tiles of each group of rows.
     sms: the number of SMs.
     math_us, memory_us: the time of a tile on its SM, and for its part of the memory traffic. The longer one counts.
-    halves: the number of last tiles that are cut in two. Each half has its own SM and takes half_tile of a tile's time."""
+    halves: the number of last tiles that are cut in two. Each half has its own SM and takes half_tile of a tile's time.
+    speed: the speed of its tiles relative to cuBLAS."""
 
     tiles: tuple[int, ...]
     sms: int
@@ -64,6 +65,7 @@ class GemmCost:
     memory_us: float
     halves: int = 0
     half_tile: float = 1.0
+    speed: float = 1.0
 
     @property
     def tile_us(self) -> float:
@@ -132,7 +134,7 @@ def gemm_cost(
         sweeps = _sweeps(rows, tile, shape, late_sweeps) if itemsize * k * n > gpu.l2_bytes else 1
         moved = traffic + itemsize * k * n * min(sweeps, waves) + (8 * cuts * total * n if cuts > 1 else 0)
         math_us = _tile_us(machine, tile, -(-k // cuts), dtype, speed, extra)
-        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves, gpu.half_tile))
+        costs.append(GemmCost(counts, sms, math_us, hbm_us(machine, moved) / waves, halves, gpu.half_tile, speed))
     return min(costs, key=lambda cost: cost.busy_us)
 
 

@@ -191,7 +191,7 @@ class World:
     network: the links and memories, with the transfers on them.
     kernel_ns[rank]: the time that its kernels worked.
     transfers[rank]: the time during which its data moved.
-    matmul_us[rank]: the time that its matmuls so far would take alone.
+    matmul_us[rank]: the time that its matmuls so far would take alone, by cuBLAS.
     copies_per_peer[rank]: the largest number of copies that one of its lanes makes to one peer in turns.
     free_sms[rank]: the SMs that its lanes leave free.
     push_sms[rank]: the SMs of its push kernels.

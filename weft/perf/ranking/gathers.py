@@ -94,7 +94,7 @@ def _copy_to_caller_us(rank: Rank, copies: int) -> float:
 def _run_waiting_kernel(rank: Rank, incoming: IncomingPieces, begins_at_us: float) -> float:
     """Transfer all pieces, run one kernel whose tiles wait for them, and return when the kernel ends."""
     cost, needed_at_us = _waiting_kernel(rank, incoming)
-    load, power_slowdown = incoming.load, rank.power_slowdown(0.0, cost.busy_us)
+    load, power_slowdown = incoming.load, rank.power_slowdown(0.0, cost)
     copy_slowdown, tiles_left, ends_at_us = rank.copy_slowdown(cost, load.gbps), sum(cost.tiles), begins_at_us
     for tiles, ready_at_us in zip(cost.tiles, needed_at_us, strict=True):
         work_us = waves_of_last(cost, tiles_left) * cost.tile_us * power_slowdown
@@ -117,7 +117,7 @@ def _waiting_kernel(rank: Rank, incoming: IncomingPieces) -> tuple[GemmCost, lis
         slice_ends = tuple(sum(lengths[: index + 1]) for index in range(len(lengths)))
         of_peer = Arriving(rank.shard_rows, rank.columns, True, slice_ends)
         cost = rank.weft_gemm([own, *(of_peer for _ in peers)], sms)
-        tile_us = cost.tile_us * rank.power_slowdown(0.0, cost.busy_us)
+        tile_us = cost.tile_us * rank.power_slowdown(0.0, cost)
         # A tile need not wait for all its slices. It begins so early that it needs each slice just when that has arrived.
         into_tile_us = [tile_us * (end - length) / max(1, rank.inner) for end, length in zip(slice_ends, lengths, strict=True)]
         needed_at_us = [

@@ -78,8 +78,8 @@ class _TileKernels:
         of_peers = [Arriving(self.lengths[index], rank.columns, False, (rank.inner,), stores) for index, _ in pieces]
         of_own = [Arriving(rows, rank.columns, False, (rank.inner,)) for rows in own_rows]
         cost = rank.weft_gemm([*of_peers, *of_own], counts_tiles=True)
-        tile_us = cost.tile_us * rank.power_slowdown(self._multiplied_us, cost.busy_us)
-        self._multiplied_us += cost.busy_us
+        tile_us = cost.tile_us * rank.power_slowdown(self._multiplied_us, cost)
+        self._multiplied_us += cost.speed * cost.busy_us
         begins_at_us, tiles_done, stalls_us = self.lane.free_at_us + rank.launch_us, 0, 0.0
         copy_slowdown = rank.copy_slowdown(cost, self._load.gbps)
         for piece, tiles in zip(pieces, cost.tiles, strict=False):
