@@ -195,7 +195,8 @@ def streamed_cost(machine: Machine, problem: Problem, hops: int) -> GemmCost:
     row_tiles, a_bytes = -(-height // rows), height * inner * problem.operand_itemsize
     sweeps = math.ceil(sum(cost.tiles) / row_tiles / max(1, cost.sms // row_tiles)) if a_bytes > gpu.l2_bytes else 1
     waves = max(1, -(-sum(cost.tiles) // cost.sms))
-    return replace(cost, memory_us=cost.memory_us + hbm_us(machine, (sweeps - 1) * a_bytes) / waves)
+    memory_us = cost.memory_us + hbm_us(machine, (sweeps - 1) * a_bytes) / waves
+    return replace(cost, memory_us=memory_us, speed=kernels.streamed)
 
 
 def stalled_us(machine: Machine, size: float, tiles: int, sms: int) -> float:

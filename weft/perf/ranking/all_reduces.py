@@ -13,12 +13,12 @@ from weft.schedules.matmul_all_reduce import ONE_HOP_BYTES
 
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
     """Return the time of one kernel that multiplies and exchanges."""
-    machine, gpu = rank.machine, rank.machine.gpu
-    if gpu.kernel_tiles:
+    machine = rank.machine
+    if machine.gpu.kernel_tiles:
         cost, fixed_us = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
     else:
         cost, fixed_us = rank.library_gemm(rank.rows), 0.0
-    return rank.launch_us + fixed_us + gpu.paced_us(cost.busy_us) + _exchange_us(rank, hops)
+    return rank.launch_us + fixed_us + cost.busy_us * rank.power_slowdown(0.0, cost) + _exchange_us(rank, hops)
 
 
 def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
