@@ -22,7 +22,7 @@ from weft.compat.streams import Word
 from weft.core.machine import load
 from weft.runtime import cuda_resources
 from weft.runtime.cuda_resources import CudaResources
-from weft.runtime.tickets import EVENT_PAIRS
+from weft.runtime.order import Order, PendingCall
 
 
 def rank_groups(world_size: int = 2, *, timeout_s: float = 20.0) -> list[RankGroup]:
@@ -70,6 +70,10 @@ class FakeDriver:
     def record(self, event: Event, stream: int) -> None:
         event.reached = False
 
+    def record_event(self, event: Event, stream: int) -> tuple[int]:
+        self.record(event, stream)
+        return (0,)
+
     def reached(self, event: Event) -> bool:
         if self.lost:
             raise RuntimeError("the device is lost")
@@ -112,17 +116,17 @@ class FakeResources(CudaResources):
     driver: Any
     rescue: Any
 
-    def begun(self, ticket: int) -> None:
+    def begun(self, call: PendingCall) -> None:
         """The device comes to a call."""
-        self.tickets._begun[ticket % EVENT_PAIRS].reached = True
+        call.begun.reached = True
 
-    def ended(self, ticket: int) -> None:
+    def ended(self, call: PendingCall) -> None:
         """The device has done a call."""
-        self.tickets._done[ticket % EVENT_PAIRS].reached = True
+        call.done.reached = True
 
 
-def resources_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> FakeResources:
-    """The resources of a group. `close` it."""
+def resources_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch, order: Order | None = None) -> FakeResources:
+    """The resources of a group. `close` it. order: that of the GPU, by default a new one."""
     monkeypatch.setattr(cuda_resources, "Driver", FakeDriver)
     monkeypatch.setattr(cuda_resources, "current_lane_priority", lambda: -1)
     monkeypatch.setattr(cuda_resources, "priority_number", lambda priority: -5)
@@ -134,7 +138,7 @@ def resources_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch) -> Fake
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     monkeypatch.setattr(rank_group_module, "agree_on_launch", lambda group, device: "")
-    return FakeResources(rank_group, torch.device("cuda", 0))
+    return FakeResources(rank_group, torch.device("cuda", 0), order)
 
 
 def wait_for(ready: Callable[[], object], within_s: float = 60.0) -> bool:

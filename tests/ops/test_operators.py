@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.ops.common import can_skip_dispatcher, define
+from weft.ops.operator import can_skip_dispatcher, define
 
 SCHEMAS = [
     "weft::all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool "

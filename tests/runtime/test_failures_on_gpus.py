@@ -31,9 +31,8 @@ from weft.runtime.environment import check_environment
 from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
+from weft.runtime.order import MOST_IN_FLIGHT, PendingCall, Shared, memory_of_results
 from weft.runtime.programs import KnownCall, Programs
-from weft.runtime.tickets import EVENT_PAIRS, PendingCall, find_results
-from weft.runtime.turn import Branches
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
 
@@ -48,15 +47,21 @@ class Ranks:
 
     def call(
         self, *, begun: bool = True, stuck: str = "a flag", rehearses: bool = False, out: torch.Tensor | None = None
-    ) -> int:
+    ) -> PendingCall:
         """One that is enqueued, and waits on the device. out: what it returns."""
-        self.resources.watchdog.await_room(lambda: stuck)
-        ticket = self.resources.watchdog.begin(STREAM, "a call", lambda: stuck, rehearses=rehearses, results=find_results(out))
+        self.resources.order.await_room(self.rank_group, lambda: stuck)
+        call = self.begin(lambda: stuck, rehearses=rehearses, out=out)
         if begun:
-            self.resources.begun(ticket)
-        self.resources.tickets.record_end(STREAM, ticket)
+            self.resources.begun(call)
+        self.resources.order.end(call)
         self.resources.watchdog.raise_if_failed()
-        return ticket
+        return call
+
+    def begin(self, describe: Callable[[], str], *, rehearses: bool = False, out: torch.Tensor | None = None) -> PendingCall:
+        """One that is not enqueued completely yet."""
+        call = PendingCall.of("a call", describe, STREAM, rehearses=rehearses)
+        call.results = tuple(memory_of_results(out))
+        return self.resources.order.begin(call, self.resources.watchdog.pending)
 
     def peer_fails(self) -> None:
         self.peer.fail(MemoryError("planted"))
@@ -108,9 +113,7 @@ def test_what_calls_returned_is_nan_once_and_no_memory_of_others(
     ranks.call(out=whole[1:3])
     ranks.call(out=whole_numbers)
     ranks.call(out=dropped)
-    ranks.resources.watchdog.begin(
-        STREAM, "a call", lambda: "a flag", rehearses=False, results=find_results([[ended]])
-    )  # not enqueued yet
+    ranks.begin(lambda: "a flag", out=ended)
     del dropped
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
     assert whole.isnan().sum(1).tolist() == [0, 3, 3, 0]
@@ -199,7 +202,7 @@ def test_a_call_that_ended_while_the_watch_was_held_up_is_in_doubt(ranks: Ranks,
     ranks.peer_fails()
     time.sleep(2 * watchdog._NOTIFIED_S)
     ranks.resources.ended(ticket)
-    (call,) = ranks.resources.tickets.pending
+    (call,) = ranks.resources.watchdog.pending
     assert ranks.resources.watchdog._ended_rightly(call, ())
     assert not ranks.resources.watchdog._ended_rightly(call, (call,))
     ranks.raised_after(held.clear, PeerLost, "planted")
@@ -222,7 +225,7 @@ def test_a_call_that_stays_too_long_names_what_it_waits_for(ranks: Ranks) -> Non
 
 def test_a_rehearsal_has_a_bound_too(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks.rank_group.timeout_s = 0.05
-    call = PendingCall(ticket=ranks.call(rehearses=True), what="a call", describe=lambda: "a collective", rehearses=True)
+    call = ranks.call(rehearses=True, stuck="a collective")
     ranks.resources.watchdog._hold_to_bound(call)
     assert 500 < call.deadline - time.monotonic() <= watchdog.FIRST_S
     call.deadline = time.monotonic() - 1
@@ -250,7 +253,7 @@ def test_nccl_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypat
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
     state = _state(ranks.rank_group, _resources_by_device={torch.device("cuda", 0): ranks.resources})
     assert state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7) == 7
-    ranks.resources.begun(1)
+    ranks.resources.begun(ranks.resources.watchdog.pending[0])
     ranks.raised_after(ranks.peer_fails, PeerLost, "meanwhile rank 0: a gradient: perhaps not all ranks have begun it")
     assert aborted.wait(LONG_S)
     with pytest.raises(WeftError, match="has failed"):
@@ -321,9 +324,9 @@ def test_a_call_that_does_not_end_when_it_is_released_is_logged(
 ) -> None:
     """As where a thread loads a kernel: CUDA runs nothing that would release it."""
     monkeypatch.setattr(watchdog, "_STUCK_S", 0.2)
-    ticket = ranks.resources.watchdog.begin(STREAM, "a call", lambda: "it waits", rehearses=False)
+    ticket = ranks.begin(lambda: "it waits")
     ranks.resources.begun(ticket)
-    ranks.resources.tickets.record_end(STREAM, ticket)
+    ranks.resources.order.end(ticket)
     ranks.peer_fails()
     assert ranks.failed()
     assert wait_for(lambda: "loading a kernel" in caplog.text)
@@ -340,9 +343,9 @@ def test_whatever_goes_wrong_in_the_watch_waits_are_released(ranks: Ranks, lost:
     def closed() -> str:
         raise AttributeError("_words")
 
-    ticket = ranks.resources.watchdog.begin(STREAM, "a call", closed, rehearses=False)
+    ticket = ranks.begin(closed)
     ranks.resources.begun(ticket)
-    ranks.resources.tickets.record_end(STREAM, ticket)
+    ranks.resources.order.end(ticket)
     ranks.resources.releaser.add(0, released.set)
     (partial(setattr, ranks.resources.driver, "lost", True) if lost else ranks.peer_fails)()
     assert ranks.failed()
@@ -359,23 +362,23 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
     """Where a stream is full, a launch waits, and other threads' calls of the driver behind it."""
     monkeypatch.setattr(watchdog, "_ASK_S", 0.05)
     answers = threading.Event()
-    ticket = ranks.resources.watchdog.begin(STREAM, "a call", lambda: str(answers.wait(LONG_S)), rehearses=False)
+    ticket = ranks.begin(lambda: str(answers.wait(LONG_S)))
     ranks.resources.begun(ticket)
     ranks.raised_after(ranks.peer_fails, PeerLost, r"planted; meanwhile .* the driver does not answer")
     answers.set()
 
 
 def test_the_host_is_no_more_calls_ahead_than_a_stream_takes(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    tickets = [ranks.call() for _ in range(EVENT_PAIRS - 1)]
+    calls = [ranks.call() for _ in range(MOST_IN_FLIGHT)]
     began = time.monotonic()
-    threading.Timer(0.1, lambda: ranks.resources.ended(tickets[0])).start()
+    threading.Timer(0.1, lambda: ranks.resources.ended(calls[0])).start()
     ranks.call()
     assert time.monotonic() - began > 0.05
     waited: list[object] = []
     monkeypatch.setattr(ranks.resources.driver, "wait", lambda stream, event: waited.append(event), raising=False)
-    ranks.resources.tickets.make_stream_wait(STREAM, 0)
+    ranks.resources.order.make_stream_wait(STREAM, calls[0])
     assert waited == [], "its event is another call's by now"
-    ranks.resources.tickets.make_stream_wait(STREAM, 1)
+    ranks.resources.order.make_stream_wait(STREAM, calls[1])
     assert len(waited) == 1
     ranks.raised_after(ranks.peer_fails, PeerLost, "planted")
 
@@ -398,10 +401,11 @@ def test_a_device_that_is_lost_with_a_peer_names_the_peer(ranks: Ranks) -> None:
 def _program(resources: FakeResources, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
-    empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "_replays": None, "_timer": None}
-    empty["_branches"] = Branches(resources.driver)
+    empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "replays": None, "_timer": None}
+    empty["memory"] = memory = Shared()
+    empty |= {"uses": (memory,), "replay_uses": (memory,)}
     empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(resources, (), frozenset())}
-    empty |= {"captured": False, "_last_ticket": 0, "title": "the program", "_scratch": {}, "_plans": {}}
+    empty |= {"captured": False, "title": "the program", "_scratch": {}, "_plans": {}}
     empty |= {
         "_rehearsing": False,
         "_loading": False,
@@ -440,13 +444,16 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was enqueued waits for what was not. Memory that is freed before waits for all streams, for good."""
-    program = _closing(ranks.resources, 0, _last_stream=None, _describe_waits=lambda: "")
+    program = _closing(ranks.resources, None, describe_call=lambda: "")
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
     ended = list[bool]()
     ranks.resources.heap = cast(
-        Any, SimpleNamespace(free=lambda _: ended.append(ranks.resources.tickets.has_ended(1)), free_cached=lambda: None)
+        Any,
+        SimpleNamespace(
+            free=lambda _: ended.append(ranks.resources.order.has_ended(program.memory.last)), free_cached=lambda: None
+        ),
     )
-    ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(1))
+    ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(program.memory.last))
 
     def raises() -> None:
         raise MemoryError("planted")
@@ -457,9 +464,11 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     assert ended == [True, True]
 
 
-def _closing(resources: FakeResources, ticket: int, **attributes: Any) -> Any:
+def _closing(resources: FakeResources, last: PendingCall | None, **attributes: Any) -> Any:
     replays = SimpleNamespace(close=lambda: None)
-    return _program(resources, _replays=replays, _pieces=["words", "area"], _last_ticket=ticket, **attributes)
+    program = _program(resources, replays=replays, _pieces=["words", "area"], **attributes)
+    program.memory.last = last
+    return program
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -556,7 +565,7 @@ def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> N
 
 
 def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ranks) -> None:
-    program = _program(ranks.resources, _last_stream=None, _describe_waits=lambda: "")
+    program = _program(ranks.resources, describe_call=lambda: "")
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
 
     def raises() -> None:
@@ -564,9 +573,10 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 
     with pytest.raises(KeyError):
         program._enqueue(SimpleNamespace(replay=raises), {})
-    assert not ranks.resources.tickets.has_ended(1)
-    ranks.resources.ended(1)
-    assert ranks.resources.tickets.has_ended(1)
+    call = program.memory.last
+    assert not ranks.resources.order.has_ended(call)
+    ranks.resources.ended(call)
+    assert ranks.resources.order.has_ended(call)
 
 
 def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:
@@ -629,7 +639,7 @@ def test_nothing_is_captured_in_a_group_that_has_failed(ranks: Ranks, monkeypatc
     state.programs._known["known"] = KnownCall(number=2, program=cast(Any, None))
     ranks.rank_group.fail(PeerLost("rank 1 died"))
     with pytest.raises(WeftError, match=r"has failed \(rank 1 died\)"):
-        state.run(call, {})
+        state.programs.make_call(call)
 
 
 def test_a_rank_of_another_node_is_waited_for_too() -> None:

@@ -16,7 +16,7 @@ from weft.core.schedule import Flag, Push, Reduce
 from weft.runtime import cuda_resources
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.turn import Branches
+from weft.runtime.order import Shared
 from weft.schedules import build
 
 FIRST, SECOND = 3, 4
@@ -44,13 +44,13 @@ def _replay(resources: FakeResources, stream: int, *, multiplies: bool = True) -
     """What a replay puts on its stream."""
     program = CudaProgram.__new__(CudaProgram)
     program.resources, program.spans, program._rehearsing, program._timer = resources, None, False, None
-    program._waits_on_sms, program.rank_group = False, resources.rank_group
-    program.products, program._last_stream, program._last_ticket = {"compute": None} if multiplies else {}, None, 0
+    program.rank_group, program.memory = resources.rank_group, Shared()
+    program.uses = (program.memory,)
+    program.replay_uses = (program.memory, resources.captures.uses) if multiplies else program.uses
     resources.driver.log.clear()
     resources.current_stream = lambda: stream  # type: ignore[method-assign]
-    program._replay(cast(Any, Graph(resources.driver.log)), {})
-    resources.ended(program._last_ticket)
-    return list(resources.driver.log)
+    program._enqueue(cast(Any, Graph(resources.driver.log)), {})
+    return [entry if isinstance(entry, str) else entry[:2] for entry in resources.driver.log]
 
 
 def test_replays_that_multiply_take_turns_with_the_workspace(devices: list[FakeResources]) -> None:
@@ -58,10 +58,13 @@ def test_replays_that_multiply_take_turns_with_the_workspace(devices: list[FakeR
     one, other = devices
     assert _replay(one, FIRST) == ["replayed"]
     assert _replay(one, FIRST) == ["replayed"]
-    assert _replay(one, SECOND) == [("wait", SECOND, one.tickets._done[2]), "replayed"]
+    assert _replay(one, SECOND) == [("wait", SECOND), "replayed"]
     assert _replay(other, FIRST) == ["replayed"]
     assert _replay(one, FIRST, multiplies=False) == ["replayed"]
-    assert _replay(one, FIRST) == [("wait", FIRST, one.tickets._done[3]), "replayed"]
+    assert _replay(one, FIRST) == [("wait", FIRST), "replayed"]
+    for resources in devices:
+        for call in resources.watchdog.pending:
+            resources.ended(call)
 
 
 class Capturing:
@@ -88,16 +91,19 @@ class Capturing:
 
 
 def test_branches_of_one_capture_come_one_after_the_other() -> None:
-    driver = Capturing()
-    branches = Branches(cast(Any, driver))
+    driver: Any = Capturing()
+    program = Shared()
 
     def calls(*streams: int) -> list[Any]:
         driver.log.clear()
         for stream in streams:
-            branches.enqueue(stream, lambda stream=stream: driver.log.append(stream))  # type: ignore[misc]
+            capture = driver.capture(stream)
+            program.come_after(driver, capture, stream)
+            driver.log.append(stream)
+            program.captured(driver, capture, stream)
         return driver.log
 
-    branches.close()
+    program.close(driver)
     assert driver.log == []
     assert calls(FIRST, FIRST) == [FIRST, ("record", FIRST)] * 2
     assert calls(SECOND, FIRST) == [
@@ -106,7 +112,7 @@ def test_branches_of_one_capture_come_one_after_the_other() -> None:
     ]
     driver.captures[SECOND] = 8
     assert calls(SECOND) == [SECOND, ("record", SECOND)], "an event of another capture must not be waited for"
-    branches.close()
+    program.close(driver)
     assert driver.log[-1] == "forget"
 
 

@@ -10,6 +10,7 @@ Each rank owns one. All ranks of its node map it; ranks of other nodes have a co
                      instead of a call; the text why it failed
                      has the last one
     word 7 CAPTURED  calls that it has captured in CUDA graphs
+    word 8 ALARM     set by a peer that has failed, so that this rank need not read the states of all peers in each call
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ RUNNING, FAILED, CLOSED, NOTIFIED = range(4)
 ENDED_BADLY = (FAILED, NOTIFIED)
 AGREED = (0, 1)
 """The numbers of calls on which the ranks agreed as they entered them, by the slot of their text."""
-_WORDS = 8
-_ENTERED, _STATE, _OFFERED = 0, 3, 4
+_WORDS = 9
+_ENTERED, _STATE, _OFFERED, _ALARM = 0, 3, 4, 8
 _FAILURE_AT, _NAME_AT, _LOG_AT = (number * TEXT_BYTES for number in (3, 4, 5))
 LOGGED = 4096
 """The number of calls that stay in the log. It is larger than the number of calls that a GPU has enqueued, which is the most
@@ -58,8 +59,10 @@ class ControlSegment:
     def __init__(self, segment: SharedSegment) -> None:
         self.segment = segment
         self.words, self._log = segment.view_words(0, _WORDS), segment.view_words(_LOG_AT, LOGGED)
-        self.load_state = self.words.make_loader(_STATE)
-        """Returns `state`. Every call reads the states of all peers, so it has a fast loader."""
+        self.load_alarm = self.words.make_loader(_ALARM)
+        """Returns `alarm`. Every call reads it, so it has a fast loader."""
+        self.fast_log = (*self._log.store_at, *self.words.store_at)
+        """The functions, and their orders, with which `RankGroup.log_agreed_call` does as `log` in a single frame."""
 
     @classmethod
     def private(cls) -> ControlSegment:
@@ -71,6 +74,8 @@ class ControlSegment:
     """The number of errors that the rank has raised instead of calls since its last call."""
     captured = _Word(7)
     """The number of calls that the rank has captured in CUDA graphs. Neither these calls nor their replays are logged."""
+    alarm = _Word(_ALARM)
+    """1 once a peer has failed, else 0."""
 
     def publish_error_instead(self, count: int, text: str) -> None:
         """Publish the number of errors that the rank has raised since its last call, and the text of the last one."""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from weft.comm.control import ControlSegment
+from weft.comm.control import ENDED_BADLY, ControlSegment
 
 _BEAT_S = 0.25
 _LEAST_S = 1e-3
@@ -85,6 +85,8 @@ class Relay:
                 if snapshot != self._seen[far][0]:
                     self._seen[far] = snapshot, time.monotonic()
                     self._copies[far].restore(snapshot[_BEAT_BYTES:])
+                    if self._copies[far].state in ENDED_BADLY:  # a rank of another node cannot raise this rank's alarm
+                        self._own.alarm = 1
             self._looked = time.monotonic()
         finally:
             self._refreshing.release()

@@ -6,7 +6,7 @@ groups of a rank, so ranks could disagree on its name, or on that of the caller'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     PrefixStore,
     _get_process_group_store,
+    _pg_map,
     _resolve_process_group,
 )
 
@@ -37,6 +38,10 @@ def store_of(group: dist.ProcessGroup, name: str) -> Any:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend that runs a group's collectives on a device. It has `abort`."""
     return group._get_backend(device)
+
+
+LIVING_GROUPS: Container[object] = _pg_map
+"""The process groups that have not been destroyed."""
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -38,6 +38,15 @@ def raw_stream(index: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
+capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+"""Returns whether a CUDA graph captures torch's current stream."""
+
+replay_graph: Callable[[torch.cuda.CUDAGraph], None] = getattr(
+    getattr(torch._C, "_CUDAGraph", None), "replay", torch.cuda.CUDAGraph.replay
+)
+"""Launches a graph on torch's current stream, without the frame of torch's own method."""
+
+
 @dataclass(frozen=True, slots=True)
 class Word:
     """A memory operation on a 32-bit word.
@@ -59,6 +68,10 @@ class Driver:
     def __init__(self) -> None:
         self.api = driver_api()
         self._buffer_id = self.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        self.memory_number = self.api.cuPointerGetAttribute, self._buffer_id
+        """The function behind `memory_at` and its first argument, for callers that count frames. It returns (error, number)."""
+        self.record_event: Callable[[Any, int], tuple[Any]] = self.api.cuEventRecord
+        """The function behind `record`, likewise. It returns (error,)."""
 
     def words(self, words: Sequence[Word]) -> Callable[[int], None]:
         """Return a function that enqueues these operations on a stream, in order. Every write is ordered like a signal."""

@@ -27,18 +27,18 @@ from weft.ops.common import (
     as_matrix,
     check_local_strided,
     check_operands,
-    define,
     describe,
-    publish_errors,
     resolve_group,
-    run_matmul,
     schedule_to_spec,
 )
+from weft.ops.front import Request, public
+from weft.ops.operator import define
 from weft.ops.replicated import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, scaled_matmul
+from weft.runtime.calls import MatmulCall
 
 
-@publish_errors
+@public
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -48,7 +48,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     **scales: Unpack[ScaleOptions],
-) -> torch.Tensor:
+) -> Any:
     """Compute all_reduce(a @ b) + bias + residual. If M is small, one kernel multiplies and exchanges.
 
     Replaces
@@ -84,13 +84,26 @@ def matmul_all_reduce(
     _check_addend("bias", bias, (b.shape[1],), a, dtype)
     _check_addend("residual", residual, shape, a, dtype)
     of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
-    flat, flat_residual = as_matrix(a), None if residual is None else as_matrix(residual)
-    if scaled is None:
-        out: torch.Tensor = flat_matmul_all_reduce(flat, b, bias, flat_residual, of_group[0], spec)
-    else:
-        addends: dict[str, Any] = {"bias": bias, "residual": flat_residual}
+    if scaled is not None:
+        flat = as_matrix(a)
+        addends: dict[str, Any] = {"bias": bias, "residual": None if residual is None else as_matrix(residual)}
         (out,) = scaled_matmul("matmul_all_reduce", flat, [b], scaled, of_group, spec, rows=flat.shape[0], **addends)
-    return out.view(shape)
+        return out.view(shape)
+    matrix = a.dim() == 2
+    return Request(
+        flat_matmul_all_reduce,
+        (a, b, bias, residual),
+        (of_group[0], spec),
+        group,
+        None if matrix else _make_matrices,
+        None if matrix else lambda out: out.view(shape),
+    )
+
+
+def _make_matrices(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    return as_matrix(a), b, bias, None if residual is None else as_matrix(residual)
 
 
 def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor, dtype: torch.dtype) -> None:
@@ -105,10 +118,12 @@ def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...],
 
 def _run(
     a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, group: str, schedule: str
-) -> torch.Tensor:
+) -> MatmulCall:
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    return run_matmul("matmul_all_reduce", a, [b], group, schedule, rows=a.shape[0], extras=extras)[0]
+    return MatmulCall(
+        op="matmul_all_reduce", a=a, bs=[b], group=group, schedule=schedule, rows=a.shape[0], row_multiple=1, extras=extras
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -129,6 +144,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 flat_matmul_all_reduce = define(
-    "matmul_all_reduce", _run, lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]), save=_save, backward=_backward
+    "matmul_all_reduce",
+    _run,
+    lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
+    returns=torch.Tensor,
+    save=_save,
+    backward=_backward,
 )
 """The operator weft::matmul_all_reduce, which takes matrices."""

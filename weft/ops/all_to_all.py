@@ -23,6 +23,7 @@ The backward of each is the other one, which returns every row to its source, ov
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
@@ -38,16 +39,16 @@ from weft.ops.common import (
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
-    define,
     make_empty_operand_after,
-    publish_errors,
     resolve_group,
-    run_matmul,
     schedule_to_spec,
 )
+from weft.ops.front import Request, public
+from weft.ops.operator import define
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, scaled_matmul
 from weft.ops.schema import SymInt
+from weft.runtime.calls import MatmulCall
 
 
 @overload
@@ -75,7 +76,7 @@ def matmul_all_to_all(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-@publish_errors
+@public
 def matmul_all_to_all(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -86,7 +87,7 @@ def matmul_all_to_all(
     splits: torch.Tensor | None = None,
     max_rows: int | None = None,
     **scales: Unpack[ScaleAndBias],
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> Any:
     """Compute all_to_all(a @ b), and overlap the exchange with the matmul.
 
     Replaces
@@ -144,14 +145,16 @@ def matmul_all_to_all(
     check_operands(a, [b], scaled=True)
     scaled = quantised("matmul_all_to_all", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
-    unit, flat = max(1, count_rows_per_entry(a)), as_matrix(a)
+    shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     spec = schedule_to_spec(schedule, "matmul_all_to_all")
-    if scaled is None:
-        out = _matmul_all_to_all(flat, b, name, rank, world_size, unit, spec)
-    else:
+    if scaled is not None:
+        flat = as_matrix(a)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit}
         (out,) = scaled_matmul("matmul_all_to_all", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-    return _restore_shape(out, a, rank, world_size)
+        return _restore_shape(out, shape, rank, world_size)
+    options = (name, rank, world_size, unit, spec)
+    after = None if len(shape) == 2 else partial(_restore_shape, shape=shape, rank=rank, world_size=world_size)
+    return Request(_matmul_all_to_all, (a, b), options, group, None if len(shape) == 2 else _make_matrix, after)
 
 
 class _Shares(NamedTuple):
@@ -167,9 +170,9 @@ class _Shares(NamedTuple):
     schedule: str
 
 
-def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
+def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> MatmulCall:
     group, _, _, unit, schedule = options
-    return run_matmul("matmul_all_to_all", a, [b], group, schedule, rows=a.shape[0], unit=unit)[0]
+    return MatmulCall(op="matmul_all_to_all", a=a, bs=[b], group=group, schedule=schedule, rows=a.shape[0], row_multiple=unit)
 
 
 def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
@@ -189,7 +192,9 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_a[:rows], a.t() @ back[:rows]
 
 
-_matmul_all_to_all = define("matmul_all_to_all", _combine, _combine_fake, save=_combine_save, backward=_combine_backward)
+_matmul_all_to_all = define(
+    "matmul_all_to_all", _combine, _combine_fake, returns=torch.Tensor, save=_combine_save, backward=_combine_backward
+)
 
 
 @overload
@@ -244,7 +249,7 @@ def all_to_all_matmul(
 ) -> tuple[torch.Tensor, ...]: ...
 
 
-@publish_errors
+@public
 def all_to_all_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -316,20 +321,33 @@ def all_to_all_matmul(
     check_operands(a, [b], scaled=True)
     scaled = quantised("all_to_all_matmul", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
-    unit, flat = max(1, count_rows_per_entry(a)), as_matrix(a)
+    shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     spec = schedule_to_spec(schedule, "all_to_all_matmul")
-    if scaled is None:
-        results = _all_to_all_matmul(flat, b, name, rank, world_size, unit, spec, return_received)
-    else:
+
+    def after(results: list[torch.Tensor]) -> Any:
+        out, *received = [_restore_shape(one, shape, rank, world_size) for one in results]
+        return (out, *received) if return_received else out
+
+    if scaled is not None:
+        flat = as_matrix(a)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
-        results = scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-    out, *received = [_restore_shape(one, a, rank, world_size) for one in results]
-    return (out, *received) if return_received else out
+        return after(scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes))
+    options = (name, rank, world_size, unit, spec, return_received)
+    return Request(_all_to_all_matmul, (a, b), options, group, None if len(shape) == 2 else _make_matrix, after)
 
 
-def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
-    (group, _, _, unit, schedule), rows = options, a.shape[0]
-    return run_matmul("all_to_all_matmul", a, [b], group, schedule, rows=rows, unit=unit, return_gathered=return_received)
+def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> MatmulCall:
+    group, _, _, unit, schedule = options
+    return MatmulCall(
+        op="all_to_all_matmul",
+        a=a,
+        bs=[b],
+        group=group,
+        schedule=schedule,
+        rows=a.shape[0],
+        row_multiple=unit,
+        return_gathered=return_received,
+    )
 
 
 def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
@@ -373,7 +391,14 @@ def _receive_again(a: torch.Tensor, nothing: torch.Tensor, options: _Shares) -> 
     return received
 
 
-_all_to_all_matmul = define("all_to_all_matmul", _dispatch, _dispatch_fake, save=_dispatch_save, backward=_dispatch_backward)
+_all_to_all_matmul = define(
+    "all_to_all_matmul",
+    _dispatch,
+    _dispatch_fake,
+    returns=list[torch.Tensor],
+    save=_dispatch_save,
+    backward=_dispatch_backward,
+)
 
 
 # What both share.
@@ -409,10 +434,14 @@ def _pad_gradient(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tens
     return padded.flatten(0, 1)
 
 
-def _restore_shape(out: torch.Tensor, a: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Return the rows that this rank has from every rank, with the middle dimensions of a."""
-    rows = count_rows_per_entry(a)
+def _make_matrix(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return as_matrix(a), b
+
+
+def _restore_shape(out: torch.Tensor, shape: torch.Size, rank: int, world_size: int) -> torch.Tensor:
+    """Return the result with the middle dimensions of an a of this shape."""
+    rows = count_rows_per_entry(shape)
     if rows:
-        return as_tensor(out, out.shape[0] // rows, a)
-    low, high = split(a.shape[0], world_size)[rank]
-    return as_tensor(out, world_size * (high - low), a)
+        return as_tensor(out, out.shape[0] // rows, shape)
+    low, high = split(shape[0], world_size)[rank]
+    return as_tensor(out, world_size * (high - low), shape)

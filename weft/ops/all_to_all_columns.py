@@ -15,7 +15,8 @@ the other one:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,28 +28,35 @@ from weft.ops.common import (
     as_tensor,
     check_operands,
     choose_backward_schedule,
-    define,
     make_empty_operand_after,
     resolve_group,
-    run_matmul,
     schedule_to_spec,
 )
+from weft.ops.front import Request
+from weft.ops.operator import define
+from weft.runtime.calls import MatmulCall
 
 
-def columns_to_ranks(
-    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule
-) -> torch.Tensor:
-    """Return matmul_all_to_all(a, b, split_dim=-1)."""
+def columns_to_ranks(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule) -> Request:
+    """Return the Request of matmul_all_to_all(a, b, split_dim=-1)."""
     check_operands(a, [b])
     name, _, world_size = resolve_group(group)
     if b.shape[1] % world_size:
         raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = schedule_to_spec(schedule, "matmul_all_to_all_columns")
-    return as_tensor(_matmul_all_to_all_columns(as_matrix(a), b, name, world_size, spec), world_size * a.shape[0], a)
+    shape, entries = a.shape, world_size * a.shape[0]
+    after = None if len(shape) == 2 else partial(as_tensor, entries=entries, like=shape)
+    return Request(_matmul_all_to_all_columns, (a, b), (name, world_size, spec), group, _make_matrix(a), after)
 
 
-def _to_ranks(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
-    return run_matmul("matmul_all_to_all_columns", a, [b], group, schedule, rows=a.shape[0])[0]
+def _make_matrix(a: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+    return None if a.dim() == 2 else lambda a, b: (as_matrix(a), b)
+
+
+def _to_ranks(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> MatmulCall:
+    return MatmulCall(
+        op="matmul_all_to_all_columns", a=a, bs=[b], group=group, schedule=schedule, rows=a.shape[0], row_multiple=1
+    )
 
 
 def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
@@ -68,30 +76,47 @@ def _to_ranks_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _matmul_all_to_all_columns = define(
-    "matmul_all_to_all_columns", _to_ranks, _to_ranks_fake, save=_to_ranks_save, backward=_to_ranks_backward
+    "matmul_all_to_all_columns",
+    _to_ranks,
+    _to_ranks_fake,
+    returns=torch.Tensor,
+    save=_to_ranks_save,
+    backward=_to_ranks_backward,
 )
 
 
 def columns_from_ranks(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule, *, return_received: bool
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return all_to_all_matmul(a, b, gather_dim=-1)."""
+) -> Request:
+    """Return the Request of all_to_all_matmul(a, b, gather_dim=-1)."""
     name, _, world_size = resolve_group(group)
     check_operands(a, [b], parts=world_size)
     if a.shape[0] % world_size:
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = schedule_to_spec(schedule, "all_to_all_columns_matmul")
-    results = _all_to_all_columns_matmul(as_matrix(a), b, name, world_size, spec, return_received)
-    entries = a.shape[0] // world_size
-    out = as_tensor(results[0], entries, a)
-    return (out, as_tensor(results[1], entries, a)) if return_received else out
+    shape, entries = a.shape, a.shape[0] // world_size
+
+    def after(results: list[torch.Tensor]) -> Any:
+        out = as_tensor(results[0], entries, shape)
+        return (out, as_tensor(results[1], entries, shape)) if return_received else out
+
+    options = (name, world_size, spec, return_received)
+    return Request(_all_to_all_columns_matmul, (a, b), options, group, _make_matrix(a), after)
 
 
 def _from_ranks(
     a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str, return_received: bool
-) -> list[torch.Tensor]:
-    rows = a.shape[0]
-    return run_matmul("all_to_all_columns_matmul", a, [b], group, schedule, rows=rows, return_gathered=return_received)
+) -> MatmulCall:
+    return MatmulCall(
+        op="all_to_all_columns_matmul",
+        a=a,
+        bs=[b],
+        group=group,
+        schedule=schedule,
+        rows=a.shape[0],
+        row_multiple=1,
+        return_gathered=return_received,
+    )
 
 
 def _from_ranks_fake(
@@ -129,5 +154,10 @@ def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tupl
 
 
 _all_to_all_columns_matmul = define(
-    "all_to_all_columns_matmul", _from_ranks, _from_ranks_fake, save=_from_ranks_save, backward=_from_ranks_backward
+    "all_to_all_columns_matmul",
+    _from_ranks,
+    _from_ranks_fake,
+    returns=list[torch.Tensor],
+    save=_from_ranks_save,
+    backward=_from_ranks_backward,
 )

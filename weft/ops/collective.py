@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from weft.core.problem import Op
-from weft.ops.common import choose_backward_schedule, define
+from weft.ops.common import choose_backward_schedule
+from weft.ops.operator import define
 from weft.runtime.choose import readable_profile
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
 from weft.runtime.groups import GROUPS

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from weft.ops.all_reduce import flat_matmul_all_reduce
-from weft.ops.common import define
+from weft.ops.operator import define
 from weft.ops.replicated import with_summed_double_gradient
 
 Tensor = torch.Tensor

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from weft.compat.dispatch import writes_to
 from weft.core.problem import DType, LookupProblem, split
 from weft.core.schedule import Schedule
-from weft.ops.common import define, publish_errors, resolve_group, schedule_to_spec, to_list
+from weft.ops.common import resolve_group, schedule_to_spec, to_list
 from weft.ops.embedding_arguments import (
     batch_of,
     check_disjoint,
@@ -39,6 +39,8 @@ from weft.ops.embedding_arguments import (
     dtype_of_tables,
     offsets_of,
 )
+from weft.ops.front import public
+from weft.ops.operator import define
 from weft.ops.optimizers import Optimizer
 from weft.ops.schema import SymInt
 from weft.runtime import gradients
@@ -54,7 +56,7 @@ with torch.inference_mode(False):  # this module may first be loaded in there
 and a tensor that is made within the graph is not an input."""
 
 
-@publish_errors
+@public
 def embedding_bag_all_to_all(
     indices: torch.Tensor,
     offsets: torch.Tensor | None,

@@ -20,7 +20,7 @@ import torch
 
 from weft.core.experts import FARTHEST, REFUSED
 from weft.core.problem import SCALE_BLOCK
-from weft.ops.common import define
+from weft.ops.operator import define
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.uint8)
 """The dtypes that the kernels take. The last is for FP8 rows, which are spread as bytes."""

@@ -34,7 +34,8 @@ import torch.distributed as dist
 from weft.compat.tensors import grouped_mm
 from weft.core.problem import Op, Scaling
 from weft.core.schedule import Schedule
-from weft.ops.common import FLOAT8, check_operands, define, describe, make_empty_operand_after, resolve_group
+from weft.ops.common import FLOAT8, check_operands, describe, make_empty_operand_after, resolve_group
+from weft.ops.operator import define
 from weft.ops.scaled import ScaleAndBias, quantised, quantised_here
 from weft.ops.schema import SymInt
 from weft.runtime.bindings import scales_name

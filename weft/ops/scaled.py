@@ -17,9 +17,10 @@ import torch
 from weft.compat.device import capabilities
 from weft.core.logs import warn_once
 from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling, split
-from weft.ops.common import DTYPES, FLOAT8, as_matrix, define, describe, run_matmul
+from weft.ops.common import DTYPES, FLOAT8, as_matrix, describe
+from weft.ops.operator import define
 from weft.ops.schema import SymInt
-from weft.runtime.calls import ScaledOperands
+from weft.runtime.calls import MatmulCall, ScaledOperands
 from weft.runtime.scaled_products import quantise
 
 QUANTISED = torch.float8_e4m3fn
@@ -228,22 +229,22 @@ def _run(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     options: _Scaled,
-) -> list[torch.Tensor]:
+) -> MatmulCall:
     op: Any = options.op
     names: Any = FLOAT8.get(a.dtype, FLOAT8[QUANTISED]), FLOAT8[bs[0].dtype], options.recipe
     scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=options.use_fast_accum, quantises=scale_a is None)
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    return run_matmul(
-        op,
-        a,
-        bs,
-        options.group,
-        options.schedule,
+    return MatmulCall(
+        op=op,
+        a=a,
+        bs=bs,
+        group=options.group,
+        schedule=options.schedule,
         rows=options.rows,
-        unit=options.unit,
+        row_multiple=options.unit,
         return_gathered=options.return_gathered,
-        reduce_op=options.reduce_op,
+        reduce_op=cast(Any, options.reduce_op),
         extras=extras,
         scales=ScaledOperands(scale_a, scale_bs, scaling, options.output_dtype),
     )
@@ -289,7 +290,7 @@ def quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch
     return elements, scales
 
 
-_scaled_matmul = define("scaled_matmul", _run, _fake)
+_scaled_matmul = define("scaled_matmul", _run, _fake, returns=list[torch.Tensor])
 
 
 def scaled_matmul(

@@ -13,15 +13,18 @@ SymInt = Annotated[int, "SymInt"]
 _NAMES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", SymInt: "SymInt"}
 
 
-def schema_of(name: str, run: Callable[..., Any]) -> tuple[str, int, int, list[tuple[Any, slice]]]:
+def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[str, int, int, list[tuple[Any, slice]]]:
     """Return (schema of weft::name, number of tensors, number of options, NamedTuples).
 
     Each NamedTuple comes with the positions of its fields, the last NamedTuple first. The arguments of the operator are the
     parameters of `run`, tensors first, and a NamedTuple stands for its fields. A tensor that the operator changes is annotated
     as in schemas: Annotated[Tensor, "a!"].
+
+    returns: what the operator returns. By default it is what `run` returns.
     """
     hints = get_type_hints(run, include_extras=True)
-    result = _type(hints.pop("return"))
+    given = hints.pop("return")
+    result = _type(given if returns is None else returns)
     fields = [_fields(hint) or {parameter: hint} for parameter, hint in hints.items()]
     ends = accumulate(map(len, fields))
     places = [(hint, slice(end - len(_fields(hint)), end)) for hint, end in zip(hints.values(), ends, strict=True)]

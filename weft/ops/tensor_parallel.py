@@ -16,8 +16,9 @@ The backward of each is the other one, overlapped with its matmul as in the forw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, Unpack, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -33,16 +34,16 @@ from weft.ops.common import (
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
-    define,
     make_empty_operand_after,
-    publish_errors,
     resolve_group,
-    run_matmul,
     schedule_to_spec,
     to_list,
 )
+from weft.ops.front import Request, public
+from weft.ops.operator import define
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, scaled_matmul
 from weft.ops.schema import SymInt
+from weft.runtime.calls import MatmulCall
 
 
 @overload
@@ -116,7 +117,7 @@ def all_gather_matmul(
 ) -> Any: ...
 
 
-@publish_errors
+@public
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor | Sequence[torch.Tensor],
@@ -128,7 +129,7 @@ def all_gather_matmul(
     rows: int | None = None,
     keep_gathered: bool = False,
     **scales: Unpack[ScaleAndBias],
-) -> torch.Tensor | list[torch.Tensor] | tuple[Any, ...]:
+) -> Any:
     """Compute all_gather(a, dim=gather_dim) @ b, and overlap the gather with the matmul.
 
     Replaces
@@ -175,19 +176,24 @@ def all_gather_matmul(
     dim = _dimension("gather_dim", gather_dim, a)
     moved = a.movedim(dim, 0) if dim else a
     _check_rows(rows, moved.shape[0], rank, world_size)
-    total = world_size * moved.shape[0] if rows is None else rows
-    unit = count_rows_per_entry(moved)
+    shape = moved.shape
+    total = world_size * shape[0] if rows is None else rows
+    unit = count_rows_per_entry(shape)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
     spec, gathered = schedule_to_spec(schedule, "all_gather_matmul"), return_gathered or keep
-    if scaled is None:
-        flat = _all_gather_matmul(as_matrix(moved), bs, name, total * unit, max(unit, 1), spec, gathered, keep)
-    else:
+    several, count = not isinstance(b, torch.Tensor), len(bs)
+
+    def after(flat: list[torch.Tensor]) -> Any:
+        results = flat if len(shape) == 2 else [as_tensor(one, total, shape, dim) for one in flat]
+        out = results[:count] if several else results[0]
+        return (out, *results[count:]) if return_gathered else out
+
+    if scaled is not None:
         sizes: dict[str, Any] = {"rows": total * unit, "unit": max(unit, 1), "return_gathered": return_gathered}
         own = scaled.moved(dim)
-        flat = scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes)
-    results = [as_tensor(one, total, moved, dim) for one in flat]
-    out = results[0] if isinstance(b, torch.Tensor) else results[: len(bs)]
-    return (out, *results[len(bs) :]) if return_gathered else out
+        return after(scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes))
+    options = (name, total * unit, max(unit, 1), spec, gathered, keep)
+    return Request(_all_gather_matmul, (a, bs), options, group, _make_matrix(dim, a), after)
 
 
 class _Gather(NamedTuple):
@@ -206,9 +212,18 @@ class _Gather(NamedTuple):
     keep: bool
 
 
-def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
+def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> MatmulCall:
     group, rows, unit, schedule, gathered, _ = options
-    return run_matmul("all_gather_matmul", a, bs, group, schedule, rows=rows, unit=unit, return_gathered=gathered)
+    return MatmulCall(
+        op="all_gather_matmul",
+        a=a,
+        bs=bs,
+        group=group,
+        schedule=schedule,
+        rows=rows,
+        row_multiple=unit,
+        return_gathered=gathered,
+    )
 
 
 def _gather_fake(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
@@ -256,10 +271,12 @@ def _gather_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> t
     return gathered
 
 
-_all_gather_matmul = define("all_gather_matmul", _gather, _gather_fake, save=_gather_save, backward=_gather_backward)
+_all_gather_matmul = define(
+    "all_gather_matmul", _gather, _gather_fake, returns=list[torch.Tensor], save=_gather_save, backward=_gather_backward
+)
 
 
-@publish_errors
+@public
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -269,7 +286,7 @@ def matmul_reduce_scatter(
     op: str = "sum",
     scatter_dim: int = 0,
     **scales: Unpack[ScaleAndBias],
-) -> torch.Tensor:
+) -> Any:
     """Compute reduce_scatter(a @ b, dim=scatter_dim), and overlap the exchange with the matmul.
 
     Replaces
@@ -299,16 +316,17 @@ def matmul_reduce_scatter(
     name, rank, world_size = resolve_group(group)
     dim = _dimension("scatter_dim", scatter_dim, a)
     moved = a.movedim(dim, 0) if dim else a
-    unit, spec = max(count_rows_per_entry(moved), 1), schedule_to_spec(schedule, "matmul_reduce_scatter")
-    flat = as_matrix(moved)
-    if scaled is None:
-        out: torch.Tensor = _matmul_reduce_scatter(flat, b, name, rank, world_size, unit, spec, op)
-    else:
-        own = scaled.moved(dim)
+    shape = moved.shape
+    unit, spec = max(count_rows_per_entry(shape), 1), schedule_to_spec(schedule, "matmul_reduce_scatter")
+    low, high = split(shape[0], world_size)[rank]
+    if scaled is not None:
+        own, flat = scaled.moved(dim), as_matrix(moved)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "reduce_op": op}
         (out,) = scaled_matmul("matmul_reduce_scatter", flat, [b], own, (name, rank, world_size), spec, **sizes)
-    low, high = split(moved.shape[0], world_size)[rank]
-    return as_tensor(out, high - low, moved, dim)
+        return as_tensor(out, high - low, shape, dim)
+    after = None if len(shape) == 2 else partial(as_tensor, entries=high - low, like=shape, dim=dim)
+    options = (name, rank, world_size, unit, spec, op)
+    return Request(_matmul_reduce_scatter, (a, b), options, group, _make_matrix(dim, a), after)
 
 
 class _Scatter(NamedTuple):
@@ -326,9 +344,19 @@ class _Scatter(NamedTuple):
     op: str
 
 
-def _scatter(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
+def _scatter(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> MatmulCall:
     group, _, _, unit, schedule, op = options
-    return run_matmul("matmul_reduce_scatter", a, [b], group, schedule, rows=a.shape[0], unit=unit, reduce_op=op)[0]
+    reduce_op = cast(Literal["sum", "avg"], op)
+    return MatmulCall(
+        op="matmul_reduce_scatter",
+        a=a,
+        bs=[b],
+        group=group,
+        schedule=schedule,
+        rows=a.shape[0],
+        row_multiple=unit,
+        reduce_op=reduce_op,
+    )
 
 
 def _scatter_fake(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
@@ -351,11 +379,18 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _matmul_reduce_scatter = define(
-    "matmul_reduce_scatter", _scatter, _scatter_fake, save=_scatter_save, backward=_scatter_backward
+    "matmul_reduce_scatter", _scatter, _scatter_fake, returns=torch.Tensor, save=_scatter_save, backward=_scatter_backward
 )
 
 
 # What both share.
+
+
+def _make_matrix(dim: int, a: torch.Tensor) -> Callable[..., tuple[Any, ...]] | None:
+    """Return the function that turns a into a matrix of its rows, dimension `dim` outermost. None if it is one."""
+    if a.dim() == 2:
+        return None
+    return lambda a, b: (as_matrix(a.movedim(dim, 0) if dim else a), b)
 
 
 def _dimension(name: str, dim: int, a: torch.Tensor) -> int:

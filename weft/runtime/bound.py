@@ -149,6 +149,8 @@ class BoundProgram(ABC):
         self.captured = False
         self.times_products = True
         """True if its rehearsal may measure matmul algorithms, if the device has several."""
+        self.last_used = 0
+        """The number of the group's last call of this program. It is the same on every rank."""
         self._scale_names = {scales_name(buffer.name): buffer.name for buffer in schedule.buffers if buffer.operand}
         self._outputs = [(each, self.dtype_of(each.name)) for each in schedule.buffers if each.kind == "output"]
         self.spans: list[Span] | None = None

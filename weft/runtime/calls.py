@@ -52,12 +52,18 @@ class Call(ABC):
 
     op: the operator.
     schedule: the schedule that the caller asked for.
+    group: the name of the process group.
     spans: a list that is filled with the time of each step, if given.
     """
 
     op: Op
     schedule: str
+    group: str = field(default="", compare=False)
     spans: list[Span] | None = field(default=None, compare=False)
+
+    def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
+        """Return what the operator returns, of the outputs of a call."""
+        return outputs["out"]
 
     @property
     @abstractmethod
@@ -176,6 +182,10 @@ class MatmulCall(Call):
     reduce_op: Literal["sum", "avg"] = "sum"
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scales: ScaledOperands | None = None
+
+    def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
+        """Return the products, then the gathered rows and their scales, if these were requested."""
+        return outputs["out"] + outputs.get("gathered", []) + outputs.get(scales_name("gathered"), [])
 
     @property
     def inputs(self) -> Inputs:

@@ -9,10 +9,10 @@ nodes NCCL sends and receives (weft.runtime.network). A call does not wait for t
     gemm, count made  ~~~~~~~~~~~>  peer copy, write 1 into the peer's arrived
     join  <-----------------------
 
-A call, from the bound program to the kernels:
+A warm call replays a CUDA graph (weft.runtime.bound_call). Any other call comes here:
 
     play       replays the call from a CUDA graph, if its tensors have the same addresses as before, or enqueues it
-    _enqueue   takes a turn on the GPU and a ticket, by which the watchdog bounds the call
+    _enqueue   takes its place in the order of the GPU (weft.runtime.order), in which the watchdog bounds the call
     _issue     forks the lanes' streams, issues each lane's launches (weft.runtime.launches), and joins the streams
 
 The launches are prepared once, as a plain list for each lane (weft.runtime.launch_plan).
@@ -49,12 +49,11 @@ from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
+from weft.runtime.order import PendingCall, Shared, memory_of_outputs
 from weft.runtime.peer_waits import describe_unfinished, describe_waits
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
 from weft.runtime.replay import Replays, layout_key
-from weft.runtime.tickets import list_results
-from weft.runtime.turn import Branches
 from weft.schedules import spec
 
 _RELEASED = 0x3FFFFFFF
@@ -87,10 +86,12 @@ class CudaProgram(BoundProgram):
     products: the matmul implementation of each lane.
     collectives: the NCCL collectives, by id of the step.
     sms_for_kernels, sms_for_pushes: the number of SMs that kernels and pushes may fill.
+    memory: stands for the program's memory and flags in the order of calls.
+    uses: what its calls use one after the other.
+    replays: its graphs. None if its calls cannot be replayed.
     """
 
     title = ""
-    _waits_on_sms = False
 
     def __init__(self, resources: CudaResources, schedule: Schedule) -> None:
         self.resources, self.driver = resources, resources.driver
@@ -120,13 +121,7 @@ class CudaProgram(BoundProgram):
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
         self._preset_flags_of_previous_calls()
         self.fixed = self._fixed_bindings()
-        self._replays = Replays(
-            resources.captures,
-            lambda inputs, outputs: self._issue(self.bind(inputs, outputs)),
-            self.driver,
-            self.dtype if schedule.problem.scaling is None else None,
-        )
-        self._branches = Branches(self.driver)
+        self.memory = Shared()
         self._set_up_steps(schedule)
         # The flags of these lanes need no SM. If matmuls fill the SMs, even a kernel of one warp would wait for a free one.
         alone = isinstance(schedule.problem, CollectiveProblem)
@@ -134,8 +129,6 @@ class CudaProgram(BoundProgram):
         self._rehearsing = self._rehearsed = self._loading = False
         self._loaded, self._allocates = set[Hashable](), 0
         self._timer: CallTimer | None = None
-        self._last_stream: int | None = None
-        self._last_ticket = 0
         self.streams = LaneStreams(resources, lanes, without_kernels)
         resources.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
 
@@ -150,7 +143,15 @@ class CudaProgram(BoundProgram):
         }
         resources.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
-        self._replayable = not self.collectives and not sends and self.ragged is None
+        # NCCL counts the graphs that contain its collectives, so schedules with collectives are never replayed.
+        self.replays: Replays | None = None
+        if not self.collectives and not sends and self.ragged is None:
+            self.replays = Replays(
+                resources.captures,
+                lambda inputs, outputs: self._issue(self.bind(inputs, outputs)),
+                self.driver,
+                self.dtype if schedule.problem.scaling is None else None,
+            )
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
         self.products = {lane: Products(resources.device, resources.machine) for lane in multiplies}
         kernels = self.kernels.values()
@@ -161,9 +162,12 @@ class CudaProgram(BoundProgram):
             resources.sms - (self.sms_for_pushes if pushes else 0) - (sms_for(self.rank_group) if sends else 0)
         )
         waiting = [kernel for kernel in kernels if kernel.waits_in_kernel]
-        self._waits_on_sms = any(kernel.manages_own_flags for kernel in kernels) or any(
+        waits_on_sms = any(kernel.manages_own_flags for kernel in kernels) or any(
             not wait.on_previous_call for kernel in waiting for wait in waits(kernel.where.step)
         )
+        self.uses = (self.memory, resources.order.sms) if waits_on_sms else (self.memory,)
+        self.replay_uses = (*self.uses, resources.captures.uses) if self.products else self.uses
+        """A graph with products also uses the cuBLAS workspace with which it was captured."""
 
     def _preset_flags_of_previous_calls(self) -> None:
         """Raise the flags by which a call waits for the previous one, because the first call has no previous one."""
@@ -207,13 +211,14 @@ class CudaProgram(BoundProgram):
         # Waits are released until the calls have ended, because the peers of a call in flight may be lost.
         releaser = self.resources.releaser
         if not self.resources.wait_for_calls(
-            self._last_ticket, captured=self.captured, forget=lambda: releaser.remove(id(self))
+            self.memory.last, captured=self.captured, forget=lambda: releaser.remove(id(self))
         ):
             LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
-            _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self._replays))
+            _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self.replays))
             self._pieces = []
-        self._replays.close()
-        self._branches.close()
+        if self.replays is not None:
+            self.replays.close()
+        self.memory.close(self.driver)
         self.streams.close()
         self._give_back()
         del self._words, self._area
@@ -329,18 +334,17 @@ class CudaProgram(BoundProgram):
         if not self._rehearsed:
             self._rehearse(self.bind(inputs, outputs))
             self._loaded.add(self._layout_of(inputs, outputs))
-        # NCCL counts the graphs that contain its collectives, so these schedules are never replayed.
-        graph = None
-        if self._replayable and self.spans is None and not capturing:
-            graph = self._replays.find(inputs, outputs)
-        if graph is not None:
-            self._replay(graph, self._invalid(outputs))
-            return
+        if self.replays is not None and self.spans is None and not capturing:
+            captured = self.replays.find(inputs, outputs)
+            if captured is not None:
+                self._enqueue(captured.graph, self._invalid(outputs))
+                return
         bindings = self.bind(inputs, outputs)
         if capturing:
             self.captured = True
             self.resources.watchdog.captured()
-            self._capture(bindings)
+            stream = self.resources.current_stream()
+            self.resources.order.capture(stream, self.rank_group, self.uses, lambda: self._issue(bindings))
             return
         if not self.streams:  # one lane waits for nothing that is enqueued later, so it may allocate and load meanwhile
             self._plan(bindings)
@@ -349,27 +353,6 @@ class CudaProgram(BoundProgram):
         self._load(bindings, self._layout_of(inputs, outputs))
         self._enqueue(bindings, self._invalid(outputs), allocates=self._allocates)
 
-    def _capture(self, bindings: Bindings) -> None:
-        """Enqueue a call while the caller captures a graph."""
-        stream = self.resources.current_stream()
-
-        def call() -> None:
-            self._branches.enqueue(stream, lambda: self._issue(bindings))
-
-        if self._waits_on_sms:
-            self.resources.turn.captured(stream, self.rank_group, call)
-        else:
-            call()
-
-    def _replay(self, graph: torch.cuda.CUDAGraph, outputs: Outputs) -> None:
-        if not self.products:  # no workspace of cuBLAS
-            self._enqueue(graph, outputs)
-            return
-        caller = self.resources.current_stream()
-        self.resources.after_replays(caller)
-        self._enqueue(graph, outputs)
-        self.resources.replayed(caller)
-
     def _enqueue(self, work: Bindings | torch.cuda.CUDAGraph, outputs: Outputs, *, allocates: int = 0) -> None:
         """Enqueue a call on the caller's stream, after the last call of this program, and have it watched.
 
@@ -377,36 +360,29 @@ class CudaProgram(BoundProgram):
         outputs: the tensors that the call writes, which a failure invalidates.
         allocates: the bytes that torch allocates for temporaries.
         """
-        caller = self.resources.current_stream()
-        if self._last_stream not in (None, caller):
-            self.resources.tickets.make_stream_wait(caller, self._last_ticket)
-        timer = self._timer = None if self.spans is None else CallTimer(self.resources)
-        self.resources.watchdog.await_room(self._describe_waits)  # not while other threads wait for their turn
-        turn = self.resources.turn
-        with (
-            turn.alone(self.rank_group)
-            if self._rehearsing
-            else turn.taken(caller, self.rank_group, waits_on_sms=self._waits_on_sms)
-        ):
-            ticket = self.resources.watchdog.begin(
-                caller, self.title, self._describe_waits, rehearses=self._rehearsing, results=list_results(outputs)
-            )
+        resources, group, caller = self.resources, self.rank_group, self.resources.current_stream()
+        order, rehearses = resources.order, self._rehearsing
+        timer = self._timer = None if self.spans is None else CallTimer(resources)
+        order.await_room(group, self.describe_call)  # not while other threads wait for the lock
+        call = PendingCall.of(self.title, self.describe_call, caller, rehearses=rehearses)
+        with order.alone(group) if rehearses else order.held(group):
+            order.begin(call, resources.watchdog.pending, self.uses if isinstance(work, Bindings) else self.replay_uses)
+            call.results = memory_of_outputs(outputs)
             if timer is not None:
                 timer.begin(caller)
             try:
-                with self.resources.temporaries(allocates) if allocates else _NO_CONTEXT:
+                with resources.temporaries(allocates) if allocates else _NO_CONTEXT:
                     if isinstance(work, Bindings):
                         self._issue(work)
                     else:
                         work.replay()
             finally:
                 # This also ends a call that raises. Its lanes wait until they are released, and `close` must wait for that.
-                self.resources.tickets.record_end(caller, ticket)
-                self._last_stream, self._last_ticket = caller, ticket
+                order.end(call)
                 self._timer = None
-        self.resources.watchdog.raise_if_failed()
+        resources.watchdog.raise_if_failed()
         if timer is not None:
-            self._read_spans(timer, ticket)
+            self._read_spans(timer, call)
 
     def _issue(self, bindings: Bindings) -> None:
         """Enqueue every lane's launches on its stream.
@@ -447,7 +423,7 @@ class CudaProgram(BoundProgram):
         """
         if torch.cuda.is_current_stream_capturing():
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
-        with self.resources.turn.alone(self.rank_group):
+        with self.resources.order.alone(self.rank_group):
             self.resources.captures.prepare()
             self._plan(bindings)  # which lookups load for
         spans, self.spans, self._rehearsing = self.spans, None, True
@@ -467,7 +443,7 @@ class CudaProgram(BoundProgram):
         """
         if layout in self._loaded:
             return
-        with self.resources.turn.alone(self.rank_group):
+        with self.resources.order.alone(self.rank_group):
             self._prepare_tables(bindings)
             spans, self.spans, self._loading = self.spans, None, True
             before = self.resources.allocated()
@@ -495,13 +471,13 @@ class CudaProgram(BoundProgram):
             if isinstance(launch, FlagOperations):
                 launch.prepare()
 
-    def _read_spans(self, timer: CallTimer, ticket: int) -> None:
+    def _read_spans(self, timer: CallTimer, call: PendingCall) -> None:
         """Wait until the call has ended, and read when each step ran."""
-        self.rank_group.wait_until(lambda: self.resources.tickets.has_ended(ticket), self._describe_waits)
+        self.rank_group.wait_until(lambda: self.resources.order.has_ended(call), self.describe_call)
         assert self.spans is not None
         self.spans += timer.spans(self.schedule)
 
-    def _describe_waits(self) -> str:
+    def describe_call(self) -> str:
         """Return a text with the steps that the lanes of the call in flight have reached, and the flags that are missing."""
         with torch.cuda.stream(self.resources.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
@@ -511,7 +487,7 @@ class CudaProgram(BoundProgram):
         reached = {lane: count - 1 for lane, count in counts}
         stuck = stuck + describe_waits(self, seen, reached) or list(describe_unfinished(self, reached))
         stuck = stuck or [f"rank {self.rank}: no flag is missing, but the GPU has not ended the call"]
-        return "\n".join(filter(None, (*stuck, self.resources.turn.others(self.resources.tickets, self.title))))
+        return "\n".join(filter(None, (*stuck, self.resources.order.others(self.rank_group, self.title))))
 
     def _invalid(self, outputs: Outputs) -> Outputs:
         """Return the tensors that a failure invalidates: the outputs, or the tensors that the caller passed for results."""

@@ -24,11 +24,10 @@ from weft.core.problem import Scaling
 from weft.perf.shapes import shapes_for
 from weft.runtime.agreed_profile import agreed_profile
 from weft.runtime.network import CudaWire
+from weft.runtime.order import FIRST_S, Order, PendingCall
 from weft.runtime.release import POLL_S, Releaser
 from weft.runtime.replay import give_captures, private_pool, take_captures
-from weft.runtime.tickets import Tickets
-from weft.runtime.turn import Turn
-from weft.runtime.watchdog import FIRST_S, Watchdog
+from weft.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from weft.kernels.launch import Launcher
@@ -51,25 +50,25 @@ _LONGEST_S = 1000.0
 class CudaResources:
     """CudaResources holds what the programs of one process group share on one GPU.
 
-    turn: the Turn that all process groups of the GPU share. By default a new one.
+    order: the Order that all process groups of the GPU share. By default a new one.
     tries: how often a kernel reads a flag before it gives up.
     Raises ValueError for a bound of calls above _LONGEST_S.
     """
 
-    def __init__(self, rank_group: RankGroup, device: torch.device, turn: Turn | None = None) -> None:
-        self.turn = turn or Turn()
+    def __init__(self, rank_group: RankGroup, device: torch.device, order: Order | None = None) -> None:
         if (bound_s := rank_group.timeout_s) > _LONGEST_S:
             raise ValueError(
                 f"WEFT_TIMEOUT_S is {bound_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
             )
         self.rank_group, self.device = rank_group, device
         _warn_of_few_queues()
-        self.driver = Driver()
+        self.order = order or Order(Driver())
+        self.driver = self.order.driver
         heap = rank_group.get_heap(device)
         assert isinstance(heap, DeviceHeap)
         self.heap = heap
         self.wire = CudaWire(rank_group, device) if rank_group.nodes else None
-        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.index = torch.cuda.current_device() if device.index is None else device.index
         self.machine = agreed_profile(rank_group, device)
         self.capabilities = capabilities(device)
         self.sms = self.capabilities.sms
@@ -88,15 +87,11 @@ class CudaResources:
         self.tries = min(int(rank_group.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._flag_launcher: Launcher | None = None
         self.captures = take_captures(device)
-        self._replayed: tuple[int | None, int] = (None, 0)
-        """The stream and ticket of the last replay that uses cuBLAS. All replays use the one workspace of `captures`."""
-        self.tickets = Tickets(self.driver)
-        self.turn.add(self.tickets)
         self.releaser = Releaser(
-            rank_group, device, driver=self.driver, tickets=self.tickets, rescue=self.rescue, invalidating=self._invalidating
+            rank_group, device, driver=self.driver, order=self.order, rescue=self.rescue, invalidating=self._invalidating
         )
         self.watchdog = Watchdog(
-            rank_group, self._index, driver=self.driver, tickets=self.tickets, releaser=self.releaser, wire=self.wire
+            rank_group, self.index, driver=self.driver, order=self.order, releaser=self.releaser, wire=self.wire
         )
 
     def runs_kernels(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
@@ -133,17 +128,17 @@ class CudaResources:
 
     def loading(self) -> AbstractContextManager[None]:
         """Return a context in which kernels may be loaded, because no call of weft is in flight on the GPU."""
-        return self.turn.alone(self.rank_group)
+        return self.order.alone(self.rank_group)
 
-    def wait_for_calls(self, ticket: int, *, captured: bool, forget: Callable[[], None]) -> bool:
-        """Wait, bounded, until the calls up to a ticket and their release have ended. Return whether they have.
+    def wait_for_calls(self, last: PendingCall | None, *, captured: bool, forget: Callable[[], None]) -> bool:
+        """Wait, bounded, until a program's last call and its release have ended. Return whether they have.
 
         captured: a graph of the caller also contains a call. weft does not see its replays, so it waits until the GPU is idle.
         forget: called when the calls have ended. It ends the release.
         """
         bound_s = FIRST_S if self.rank_group.broken is None else max(self.rank_group.timeout_s, _DRAINED_S)
         deadline = time.monotonic() + bound_s
-        ended = _wait_until(lambda: self.tickets.has_ended(ticket), deadline)
+        ended = last is None or _wait_until(lambda: self.order.has_ended(last), deadline)
         ended = ended and (not captured or idle(self.device, deadline - time.monotonic()))
         forget()
         return _wait_until(self.rescue.query, deadline) and ended
@@ -191,7 +186,7 @@ class CudaResources:
 
     def current_stream(self) -> int:
         """Return the caller's stream."""
-        return raw_stream(self._index)
+        return raw_stream(self.index)
 
     def torch_stream(self, stream: int) -> torch.cuda.Stream:
         """Return a stream as torch's object. ExternalStream would take 0, the default stream, as a request for a new one."""
@@ -213,22 +208,7 @@ class CudaResources:
         tries, launched_by = self.tries, self._flag_launcher
         return lambda stream: run_flag_operations(table, tries=tries, launched_by=launched_by, stream=stream)
 
-    def after_replays(self, stream: int) -> None:
-        """Make `stream` wait until no replay on another stream uses the cuBLAS workspace that this group's graphs share.
-
-        Each group has its own workspace. To wait for another group could deadlock, because ranks may call two groups in
-        different orders.
-        """
-        last, ticket = self._replayed
-        if last not in (None, stream):
-            self.tickets.make_stream_wait(stream, ticket)
-
-    def replayed(self, stream: int) -> None:
-        """Record that the newest call has replayed a graph that uses the cuBLAS workspace."""
-        self._replayed = stream, self.tickets.newest
-
     def close(self) -> None:
-        self.turn.remove(self.tickets)
         self.watchdog.close()
         lanes = (*self._streams.values(), *([self._aside] if self._aside else ()))
         for stream in (self.rescue, self.asking, self._invalidating, *lanes):

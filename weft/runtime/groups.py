@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -24,21 +25,23 @@ from weft.comm.symmetric_heap import Allocation, SymmetricPlace
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.device import on_device
 from weft.compat.dispatch import traced_graph
+from weft.compat.streams import Driver
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
 from weft.runtime.autotune import Choice
-from weft.runtime.bound import BoundProgram, Closes
+from weft.runtime.bound import BoundProgram, Closes, Outputs
+from weft.runtime.bound_call import RememberedCalls
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
 from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host_resources import HostResources
 from weft.runtime.host_wire import HostWire
+from weft.runtime.order import Order
 from weft.runtime.peer_waits import bounded
-from weft.runtime.programs import Programs
-from weft.runtime.turn import Turn
+from weft.runtime.programs import KnownCall, Programs
 from weft.runtime.unscheduled import AllToAll
 
 A = TypeVar("A", bound=Closes)
@@ -54,15 +57,10 @@ class GroupState:
         self.rank_group = RankGroup.acquire(group)
         self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
         self.lock = self.rank_group.lock
-        self.programs = Programs(self.rank_group, lambda device: self._resources_of(device))
+        self.programs = Programs(self.rank_group, lambda device: self._resources_of(device), GROUPS.values)
         self._attached: dict[type, Any] = {}
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
-
-    def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
-        """Run a call as Programs.run does. The tensors' GPU need not be the current device."""
-        with self.lock, on_device(call.device) if call.device.type == "cuda" else nullcontext():
-            return self.programs.run(call, values)
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
         """Close programs as Programs.forget does."""
@@ -74,7 +72,7 @@ class GroupState:
             self._resources_by_device[device] = (
                 HostResources(self.rank_group)
                 if device.type == "cpu"
-                else CudaResources(self.rank_group, device, GROUPS.turn(device))
+                else CudaResources(self.rank_group, device, GROUPS.order(device))
             )
         return self._resources_by_device[device]
 
@@ -199,14 +197,18 @@ class Groups:
 
     def __init__(self) -> None:
         self._states: dict[str, tuple[dist.ProcessGroup, GroupState]] = {}
-        self._values: WeakValueDictionary[str, Schedule] = WeakValueDictionary()
+        self.values: WeakValueDictionary[str, Schedule] = WeakValueDictionary()
+        """The Schedule values by the strings that name them in calls."""
+        self.remembered = RememberedCalls()
+        """The calls of all groups that the next equal call need not go through the slow path for."""
+        os.register_at_fork(after_in_child=self.remembered.clear)  # a fork must not write into shared memory
         self._making: dict[str, threading.Lock] = {}
-        self._turns: dict[torch.device, Turn] = {}
+        self._orders: dict[torch.device, Order] = {}
         # No process group may be held until the interpreter ends: its threads would still run (docs/lab/log.md).
         atexit.register(self.close_all)
 
-    def run(self, name: str, call: Call) -> dict[str, list[torch.Tensor]]:
-        """Run a call as Programs.run does.
+    def make_call(self, name: str, call: Call) -> tuple[KnownCall, Outputs]:
+        """Make a call as Programs.make_call does. This is the slow path, which makes any call.
 
         WEFT_SCHEDULE replaces "auto", also in graphs that were compiled without it. All ranks raise the ValueError for an
         invalid value.
@@ -222,7 +224,11 @@ class Groups:
             except ValueError:
                 with state.lock, state.rank_group.agree_on_value_errors():
                     raise
-        return state.run(call, self._values)
+        return state.programs.make_call(call)
+
+    def run(self, name: str, call: Call) -> Outputs:
+        """Make a call, and return its outputs."""
+        return self.make_call(name, call)[1]
 
     def state(self, name: str) -> GroupState:
         """Return the group's state. It is made at the first use, which is collective. Ranks may use two groups in different
@@ -243,9 +249,11 @@ class Groups:
                 known = self._states[name] = (group, GroupState(group))
             return known[1]
 
-    def turn(self, device: torch.device) -> Turn:
-        """Return the Turn of a GPU, which orders the programs of all groups that wait on SMs."""
-        return self._turns.setdefault(device, Turn())
+    def order(self, device: torch.device) -> Order:
+        """Return the Order of a GPU, which orders the calls of all groups."""
+        if device not in self._orders:
+            self._orders.setdefault(device, Order(Driver()))
+        return self._orders[device]
 
     def known(self, name: str) -> GroupState | None:
         """Return the group's state if it has been used, or else None. Not collective."""
@@ -293,7 +301,7 @@ class Groups:
         The value is remembered while its owner, or a program that was bound for it, refers to it.
         """
         spec = f"value:{schedule.name}:{schedule.digest}"
-        self._values.setdefault(spec, schedule)
+        self.values.setdefault(spec, schedule)
         return spec
 
     def close_all(self) -> None:
@@ -305,6 +313,7 @@ class Groups:
         known = self.known(name)
         if known and not known.rank_group.forked:  # the parent process of a fork has the threads, and closes the group
             self._states.pop(name, None)
+            self.remembered.forget(name)
             known.close()
 
 

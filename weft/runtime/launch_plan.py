@@ -64,8 +64,8 @@ from weft.core.schedule import (
 from weft.runtime.arithmetic import Product, Sliced, add_up, groups
 from weft.runtime.bags import look_up
 from weft.runtime.bindings import Where
+from weft.runtime.launch_order import order, stage_after_waits, stage_before_waits, turns
 from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, KernelLaunch, Launch, TorchLaunch
-from weft.runtime.order import order, stage_after_waits, stage_before_waits, turns
 from weft.runtime.step_kernels import Place, StepKernel
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
 MOST_IN_SEQUENCE = 256
 """If no lane has more launches than this, the lanes are enqueued one after the other. Otherwise the launches of all lanes are
-interleaved, in the order of weft.runtime.order. A stream takes about 1000 entries, and a launch is a few of them."""
+interleaved, in the order of weft.runtime.launch_order. A stream takes about 1000 entries, and a launch is a few of them."""
 
 
 class SignallingPart(Protocol):
@@ -154,7 +154,7 @@ class LaunchPlan:
         return [LaneLaunches(lane, launches, any(launch.by_torch for launch in launches)) for lane, launches in ordered]
 
     def _interleave(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[tuple[Lane, list[Launch]]]:
-        """Order all launches as weft.runtime.order says. Return them as runs of launches of one lane."""
+        """Order all launches as weft.runtime.launch_order says. Return them as runs of launches of one lane."""
         numbers = order(self._program.schedule, self._program.rank)
         # Merged flag operations may belong to several steps. They are enqueued with the first of these.
         numbered = [
@@ -273,7 +273,7 @@ class LaunchPlan:
     def _plan_slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
         """Yield the launches of a part whose gates have been waited for: each slice of K after its inner gate.
 
-        turn: the turn of the first slice (weft.runtime.order.turns).
+        turn: the turn of the first slice (weft.runtime.launch_order.turns).
         """
         sliced = Sliced(step, part)
 

@@ -1,9 +1,11 @@
-"""Programs runs the operator calls of one process group, and holds the programs that are bound for them.
+"""Programs makes the operator calls of one process group, and holds the programs that are bound for them.
 
-    Programs.run      first call of its kind: agree with the other ranks, choose (weft.runtime.tuner), bind, run
+    make_call         first call of its kind: agree with the other ranks, choose (weft.runtime.tuner), bind, run
                       later calls: find the program, leave the call's number for the other ranks, run. CPU ranks also wait
                       until all have left the same number
     bound programs    the least recently used are closed where their memory passes WEFT_PROGRAM_MEMORY_GB
+
+A warm call on a GPU does not come here (weft.runtime.bound_call).
 
 Ranks make the same calls in the same order, so the programs and the order of their last use are the same on every rank.
 Therefore all ranks close the same programs at the same call. Known calls are found by this rank's own shapes. Where they differ
@@ -17,12 +19,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
 from weft import schedules
 from weft.checker import check
 from weft.comm.rank_group import RankGroup
+from weft.compat.device import on_device
 from weft.compat.graph_trees import outside_graph_trees
 from weft.compat.symmetric_memory import free_unused
 from weft.core.errors import PeerLost
@@ -91,33 +95,37 @@ class Programs:
     """Programs makes the calls of one process group, and holds the programs that are bound for them.
 
     resources_of: (device) -> what all programs on that device share: memory, streams or threads. Calls are made under the
-    group's lock.
+        group's lock.
+    values: the Schedule values by the strings that name them in calls.
     """
 
-    def __init__(self, rank_group: RankGroup, resources_of: Callable[[torch.device], Resources]) -> None:
-        self._rank_group, self._resources_of = rank_group, resources_of
+    def __init__(
+        self,
+        rank_group: RankGroup,
+        resources_of: Callable[[torch.device], Resources],
+        values: Mapping[str, Schedule] = MappingProxyType({}),
+    ) -> None:
+        self._rank_group, self._resources_of, self._values = rank_group, resources_of, values
         self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
-        self._programs: OrderedDict[BoundProgram, Key] = OrderedDict()
-        """The programs and their keys, the least recently used first."""
+        self._programs: dict[BoundProgram, Key] = {}
         self._limits: dict[torch.device, int] = {}
         self._row_counts = RowCounts()
         self.tuner = Tuner(rank_group, self._row_counts)
 
-    def run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
-        """Run a call.
+    def make_call(self, call: Call) -> tuple[KnownCall, Outputs]:
+        """Make a call. Return what the ranks have agreed on, and the outputs.
 
         It runs in PLAIN mode whatever mode the caller is in, because lanes on other threads write to the tensors, and scratch
-        outlives the mode.
-
-        values: the Schedule values by the strings that name them in calls.
+        outlives the mode. The tensors' GPU need not be the current device.
         """
-        try:
-            return self._run(call, values)
-        except PeerLost:
-            self.raise_cut()
-            raise
+        with self._rank_group.lock, on_device(call.device) if call.device.type == "cuda" else nullcontext():
+            try:
+                return self._make_call(call)
+            except PeerLost:
+                self.raise_cut()
+                raise
 
-    def _run(self, call: Call, values: Mapping[str, Schedule]) -> dict[str, list[torch.Tensor]]:
+    def _make_call(self, call: Call) -> tuple[KnownCall, Outputs]:
         with PLAIN:
             device = call.device
             on_gpu = device.type == "cuda"
@@ -125,13 +133,13 @@ class Programs:
             capturing = on_gpu and torch.cuda.is_current_stream_capturing()
             if known is None:
                 with outside_graph_trees(device) if on_gpu else nullcontext():
-                    known = self._agree(call, values)
+                    known = self._agree(call)
             elif capturing:
                 self._rank_group.count_captured_call()
             else:
                 self._rank_group.begin_agreed_call(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:
-                    known = self._agree_on_cpu(call, values, known)
+                    known = self._agree_on_cpu(call, known)
                 if refusal := call.refusal((call.share,)):
                     with self._rank_group.fail_group_on_error():
                         raise ValueError(refusal)
@@ -140,7 +148,7 @@ class Programs:
             if not capturing:
                 # Captures do not count as uses, because ranks may capture a call different numbers of times, and the order must
                 # be equal.
-                self._programs.move_to_end(known.program)
+                known.program.last_used = self._rank_group.calls
             with self._rank_group.fail_group_on_error():
                 if known.program.ragged is not None:
                     self._raise_of_earlier_calls()
@@ -150,9 +158,9 @@ class Programs:
             if known.program.refused is not None:
                 refused, known.program.refused = known.program.refused, None
                 raise refused
-            return self._remove_padding(found, call, known) if changed else found
+            return known, self._remove_padding(found, call, known) if changed else found
 
-    def _agree_on_cpu(self, call: Call, values: Mapping[str, Schedule], known: KnownCall) -> KnownCall:
+    def _agree_on_cpu(self, call: Call, known: KnownCall) -> KnownCall:
         """Return the call that all CPU ranks agree on.
 
         They wait for each other, because all programs share their buffers (weft.runtime.host). A call that is known on this
@@ -160,7 +168,7 @@ class Programs:
         """
         with self._rank_group.fail_group_on_error():
             same = self._rank_group.await_same_call(known.number)
-        return known if same else self._agree(call, values)
+        return known if same else self._agree(call)
 
     def _pad_or_fill(self, call: Call, *, empty: bool, rows: int) -> Call:
         """Return the call with padded rows, and with a column of zeros if there is nothing to multiply.
@@ -183,7 +191,7 @@ class Programs:
             return {name: [one[:, :0] for one in some] if name in _MULTIPLIED else some for name, some in found.items()}
         return found
 
-    def _agree(self, call: Call, values: Mapping[str, Schedule]) -> KnownCall:
+    def _agree(self, call: Call) -> KnownCall:
         """Agree with the other ranks on a call; choose, check and bind its schedule unless a program is bound for it."""
         on_gpu = call.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
@@ -199,7 +207,7 @@ class Programs:
             runs = self._row_counts.padded(call, problem) if call.schedule == "auto" else problem
             rows = runs.m if runs is not problem else 0
             program = self._find((runs, call.schedule, call.device))
-            program = program or self._bind_for(call, runs, values, empty=empty, rows=rows)
+            program = program or self._bind_for(call, runs, empty=empty, rows=rows)
             program.refuse_several_results(call.results)
         number = self._rank_group.number_agreed_text(call.describe_with_shares(sizes))
         known = KnownCall(number=number, program=program, empty=empty, rows=rows)
@@ -213,16 +221,14 @@ class Programs:
         rows = key[0].m  # compared first, because there may be hundreds
         return next((program for program, known in self._programs.items() if known[0].m == rows and known == key), None)
 
-    def _bind_for(
-        self, call: Call, problem: Problem, values: Mapping[str, Schedule], *, empty: bool, rows: int
-    ) -> BoundProgram:
+    def _bind_for(self, call: Call, problem: Problem, *, empty: bool, rows: int) -> BoundProgram:
         """Bind the schedule that a call asks for, or the fastest of several candidates, and return the program."""
         key = problem, call.schedule, call.device
         self._resources_of(call.device)  # makes the heap, on which `_cannot_overlap` depends
         specs = (
             self._candidates_without_overlap(problem, call) if self._cannot_overlap(call) else self.tuner.specs(problem, call)
         )
-        schedule = _choose_and_check(problem, specs[0], call.device, values)
+        schedule = _choose_and_check(problem, specs[0], call.device, self._values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._resources_of(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
         self._rank_group.agree_on_call(
@@ -260,6 +266,7 @@ class Programs:
 
     def _bind_and_register(self, schedule: Schedule, key: Key) -> BoundProgram:
         program = self._bind(schedule, key[2])
+        program.last_used = self._rank_group.calls
         self._programs[program] = key
         return program
 
@@ -307,7 +314,7 @@ class Programs:
         """
         limit, resources = self._limit(device), self._resources_of(device)
         heap = resources.heap if isinstance(resources, CudaResources) else None
-        bytes_of = {each: OVERHEAD_BYTES + each.nbytes for each, key in self._programs.items() if key[2] == device}
+        bytes_of = {each: OVERHEAD_BYTES + each.nbytes for each in self.bound() if self._programs[each][2] == device}
         if sum(bytes_of.values()) + (heap.cached_bytes if heap else 0) <= limit:
             return
         *older, _ = bytes_of
@@ -343,7 +350,7 @@ class Programs:
 
     def bound(self) -> list[BoundProgram]:
         """Return the bound programs, the least recently used first."""
-        return list(self._programs)
+        return sorted(self._programs, key=lambda program: program.last_used)
 
     def schedules(self) -> list[Schedule]:
         """Return the bound schedules, the least recently used first."""
@@ -351,7 +358,7 @@ class Programs:
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
         """Close programs that are not in graphs, and free their memory. Collective, with the same programs on every rank."""
-        mine = [program for program in self._programs if program in programs]
+        mine = [program for program in self.bound() if program in programs]
         held = self.in_graphs(mine)
         for program in mine:
             if program not in held:
@@ -359,7 +366,7 @@ class Programs:
 
     def schedules_and_specs(self) -> list[tuple[Schedule, str]]:
         """Return the bound schedules, each with the `schedule=` of the calls that run it."""
-        return [(program.schedule, spec) for program, (_, spec, _) in list(self._programs.items())]
+        return [(program.schedule, self._programs[program][1]) for program in self.bound()]
 
 
 def _raise_if(refusal: str) -> None:

@@ -32,8 +32,8 @@ from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import backend_of
 from weft.compat.streams import Driver
 from weft.core.logs import LOGGER
+from weft.runtime.order import Order, PendingCall
 from weft.runtime.peer_waits import Abort
-from weft.runtime.tickets import PendingCall, Tickets
 
 INVALID_BYTE = 0xFF
 """What invalid memory is filled with: NaN in float8_e4m3, float16, bfloat16, float32 and float64. Integers have no NaN, so
@@ -60,11 +60,11 @@ class Releaser:
         device: torch.device,
         *,
         driver: Driver,
-        tickets: Tickets,
+        order: Order,
         rescue: torch.cuda.Stream,
         invalidating: torch.cuda.Stream,
     ) -> None:
-        self._rank_group, self._device, self._driver, self._tickets = rank_group, device, driver, tickets
+        self._rank_group, self._device, self._driver, self._order = rank_group, device, driver, order
         self._rescue, self._invalidating = rescue, invalidating
         self.has_collectives = False
         self._alive: list[Any] = []
@@ -96,10 +96,7 @@ class Releaser:
                     invalidate(stream)
         self._await_invalid(_INVALID_S)
         for call in calls:
-            # A call that is still being enqueued raises in the thread that enqueues it, and returns nothing.
-            if call.results and call.ticket <= self._tickets.last_enqueued:
-                self._tickets.make_stream_wait(stream, call.ticket)
-                self._alive += [result.invalidate(self._make_nan) for result in call.results]
+            self._alive += self._order.invalidate(call, stream, self._make_nan)
 
     def release_all(self) -> None:
         """Let everything that waits go on, unless what was enqueued for that last time is still in flight."""

@@ -4,6 +4,10 @@ Enqueuing a call step by step costs the host about 5 us per step. A graph of the
 fixed. In loops, such as training steps, allocators return the same addresses again. A set of addresses is captured when it
 occurs for the second time. Until then, and if addresses never repeat, calls are enqueued step by step.
 
+A capture takes as long as several calls, so captures have to be earned. A program starts with credit for _FIRST_CREDIT
+captures, and each replay adds credit for _EARNED of one. So a program whose addresses repeat soon has all its graphs, and one
+whose addresses keep changing soon captures no more.
+
 A graph's copies refer to the allocation that they were captured with, and not to its address. If that allocation was freed,
 as by torch.cuda.empty_cache(), and another one has the same address, launching the graph ends the process with a segmentation
 fault in cuGraphLaunch (driver 580). So before each replay the driver is asked whether the allocation is still the same.
@@ -15,7 +19,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,16 +28,19 @@ from weft.compat.comm_streams import comm_stream
 from weft.compat.streams import Driver
 from weft.core.logs import warn_once
 from weft.runtime.bound import Inputs, Outputs
+from weft.runtime.order import Shared
 from weft.runtime.products import settings
 
-Addresses = tuple[object, ...]
+Addresses = tuple[int, ...]
+"""The addresses of the tensors of a call: of its inputs, and then of its outputs."""
 _MAX_GRAPHS = 256
 """A program remembers this many sets of addresses: as many as a model has layers of the same shape."""
+_FIRST_CREDIT, _EARNED, _MOST_CREDIT = 8.0, 0.5, 16.0
+"""The captures for which a program has credit at first, how many captures a replay earns, and the most credit."""
 _KERNELS_ALONE = ("b", "tables")
 """Inputs that only kernels read, and no copies. Kernels refer to an address, whatever allocation it belongs to."""
 
 
-@dataclass(frozen=True, slots=True)
 class CapturedCall:
     """A CapturedCall is the CUDA graph of one call.
 
@@ -42,8 +48,10 @@ class CapturedCall:
     memory: the address and the allocation number of each tensor of the caller that copies touch (Driver.memory_behind).
     """
 
-    graph: torch.cuda.CUDAGraph
-    memory: tuple[tuple[int, int], ...]
+    __slots__ = ("graph", "memory")
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, memory: tuple[tuple[int, int], ...]) -> None:
+        self.graph, self.memory = graph, memory
 
 
 def private_pool() -> torch.cuda.MemPool | None:
@@ -59,10 +67,13 @@ class Captures:
     would then write into other tensors. So this workspace comes from a memory pool that is used for nothing else. It is
     allocated before a capture begins, because memory that is allocated during a capture belongs to the graph and is freed with
     it.
+
+    uses: stands for the workspace in the order of replays. Each process group has a workspace of its own, because ranks may
+        call two groups in different orders, and then one replay must not wait for another group's.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.uses = device, Shared()
 
     @cached_property
     def _workspace(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool | None, torch.Tensor]:
@@ -140,8 +151,10 @@ class Replays:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._captures, self._enqueue, self._driver, self._dtype = captures, enqueue, driver, dtype
-        self._graphs: OrderedDict[Addresses, CapturedCall | None] = OrderedDict()
-        self._full = False
+        self._by_layout: dict[tuple[object, ...], dict[Addresses, CapturedCall]] = {}
+        self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
+        """The layouts and addresses that have occurred, the least recently used first."""
+        self._full, self.credit = False, _FIRST_CREDIT
 
     @cached_property
     def _pool(self) -> Any:
@@ -152,29 +165,70 @@ class Replays:
         """
         return torch.cuda.graph_pool_handle()
 
-    def find(self, inputs: Inputs, outputs: Outputs) -> torch.cuda.CUDAGraph | None:
+    def layout(self, inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
+        """Return what a graph depends on besides addresses, and what the schedule does not fix.
+
+        That is torch's matmul settings, the strides of b and tables (all others are contiguous), the rows of tables, and the
+        length and dtype of vectors.
+        """
+        found: list[object] = [*settings(self._dtype)]
+        for name, tensors in inputs.items():
+            for tensor in tensors:
+                if name in _KERNELS_ALONE:
+                    found += tensor.stride()
+                if name == "tables":
+                    found.append(tensor.shape[0])
+                if tensor.dim() == 1:
+                    found += (tensor.numel(), tensor.dtype)
+        return tuple(found)
+
+    def of_layout(self, layout: tuple[object, ...]) -> dict[Addresses, CapturedCall]:
+        """Return the graphs of a layout by addresses."""
+        return self._by_layout.setdefault(layout, {})
+
+    def find(self, inputs: Inputs, outputs: Outputs) -> CapturedCall | None:
         """Return the graph for a call with these tensors, or None if it must be enqueued.
 
-        It must be enqueued if the addresses are new, if there is no result (torch warns about empty graphs), if the driver
-        cannot identify allocations, and after memory for a graph was exhausted once.
+        It must be enqueued if the addresses are new, if captures have not been earned, if there is no result (torch warns about
+        empty graphs), if the driver cannot identify allocations, and after memory for a graph was exhausted once.
         """
         if self._full:
             return None
-        addresses = (*settings(self._dtype), *_addresses(inputs, outputs))
-        if addresses not in self._graphs:
-            self._graphs[addresses] = None
-            if len(self._graphs) > _MAX_GRAPHS:
-                self._graphs.popitem(last=False)
+        layout, addresses = self.layout(inputs, outputs), addresses_of(inputs, outputs)
+        graphs = self.of_layout(layout)
+        captured = graphs.get(addresses)
+        if captured is not None and self.is_valid(captured):
+            self.earn()
+            return captured
+        if not self._has_occurred((layout, addresses)) or self.credit < 1:
             return None
-        self._graphs.move_to_end(addresses)
-        captured = self._graphs[addresses]
-        if captured is None or not self._is_unchanged(captured.memory):
-            captured = self._graphs[addresses] = self._capture(inputs, outputs)
-        return None if captured is None else captured.graph
+        captured = self._capture(inputs, outputs)
+        if captured is None:
+            graphs.pop(addresses, None)
+        else:
+            graphs[addresses] = captured
+            self.credit -= 1
+        return captured
 
-    def _is_unchanged(self, memory: tuple[tuple[int, int], ...]) -> bool:
+    def _has_occurred(self, key: tuple[Any, ...]) -> bool:
+        """Return whether this layout and these addresses have occurred before, and record them."""
+        if key in self._seen:
+            self._seen.move_to_end(key)
+            return True
+        self._seen[key] = None
+        if len(self._seen) > _MAX_GRAPHS:
+            layout, addresses = self._seen.popitem(last=False)[0]
+            self.of_layout(layout).pop(addresses, None)  # type: ignore[arg-type]
+        return False
+
+    def is_valid(self, captured: CapturedCall) -> bool:
+        """Return whether the memory that the graph's copies refer to is still the same."""
         memory_at = self._driver.memory_at
-        return not [address for address, number in memory if memory_at(address) != number]
+        return all(memory_at(address) == number for address, number in captured.memory)
+
+    def earn(self) -> None:
+        """Count a replay."""
+        self.credit = min(self.credit + _EARNED, _MOST_CREDIT)
 
     def _capture(self, inputs: Inputs, outputs: Outputs) -> CapturedCall | None:
         if not any(matrix.numel() for matrices in outputs.values() for matrix in matrices):
@@ -196,7 +250,15 @@ class Replays:
             return None
 
     def close(self) -> None:
-        self._graphs.clear()
+        for graphs in self._by_layout.values():
+            graphs.clear()
+        self._by_layout.clear()
+        self._seen.clear()
+
+
+def addresses_of(inputs: Inputs, outputs: Outputs) -> Addresses:
+    """Return the addresses of the tensors of a call."""
+    return tuple([tensor.data_ptr() for some in (*inputs.values(), *outputs.values()) for tensor in some])
 
 
 def layout_key(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
@@ -210,23 +272,3 @@ def _copied_tensors(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:
     for name, tensors in (*inputs.items(), *outputs.items()):
         if name not in _KERNELS_ALONE:
             yield from tensors
-
-
-def _addresses(inputs: Inputs, outputs: Outputs) -> Addresses:
-    """Return the addresses of the tensors, and what else a graph depends on that the schedule does not fix.
-
-    That is the strides of b and tables (all others are contiguous), the rows of tables, and the length and dtype of vectors.
-    """
-    found: list[object] = []
-    for name, tensors in inputs.items():
-        for tensor in tensors:
-            found.append(tensor.data_ptr())
-            if name in _KERNELS_ALONE:
-                found += tensor.stride()
-            if name == "tables":
-                found.append(tensor.shape[0])
-            if tensor.dim() == 1:
-                found += (tensor.numel(), tensor.dtype)
-    for matrices in outputs.values():
-        found += [matrix.data_ptr() for matrix in matrices]
-    return tuple(found)

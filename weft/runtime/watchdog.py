@@ -1,6 +1,6 @@
 """The watchdog is a thread that bounds every call of one process group on one GPU, and acts when a call or a peer fails.
 
-The thread looks at the events of calls (weft.runtime.tickets). The bound of a call counts from when the GPU begins it, not from
+The thread looks at the events of calls (weft.runtime.order). The bound of a call counts from when the GPU begins it, not from
 when it was enqueued behind other work. The thread looks in the relaxed capture mode, in which it does not disturb a graph
 capture of another thread.
 
@@ -22,7 +22,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -34,12 +34,10 @@ from weft.compat.streams import Driver
 from weft.core.errors import WaitTimeout, WeftError
 from weft.core.logs import LOGGER
 from weft.runtime.network import CudaWire
+from weft.runtime.order import FIRST_S, Order, PendingCall, memory_of_results
 from weft.runtime.release import POLL_S, Releaser
-from weft.runtime.tickets import PendingCall, Result, Tickets, find_results
 
 T = TypeVar("T")
-FIRST_S = 600.0
-"""The least bound in s of what ranks do before a first call. One rank may compile a kernel that the others find compiled."""
 _TICK_S = 0.02
 """The watchdog looks every 20 ms while calls are in flight."""
 _ASK_S = 2.0
@@ -86,9 +84,11 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank_group: RankGroup, index: int, *, driver: Driver, tickets: Tickets, releaser: Releaser, wire: CudaWire | None
+        self, rank_group: RankGroup, index: int, *, driver: Driver, order: Order, releaser: Releaser, wire: CudaWire | None
     ) -> None:
-        self.rank_group, self.tickets, self.releaser = rank_group, tickets, releaser
+        self.rank_group, self.releaser, self._order = rank_group, releaser, order
+        self.pending = order.add(rank_group)
+        """The group's calls that are not known to have ended, the oldest first."""
         self._index, self._driver, self._wire = index, driver, wire
         self._looked = time.monotonic()
         self._captures = False
@@ -97,31 +97,6 @@ class Watchdog:
         self.watching = True
         self._thread = threading.Thread(target=self._run, name=f"weft-watch-{rank_group.rank}", daemon=True)
         self._thread.start()
-
-    def begin(
-        self, stream: int, what: str, describe: Callable[[], str], *, rehearses: bool, results: Iterable[Result] = ()
-    ) -> int:
-        """Return the ticket of a new call. Call `await_room` first.
-
-        The call is watched from when `stream` reaches this point, also while it is still being enqueued.
-
-        what: the name of the call.
-        describe: returns what the call waits for.
-        rehearses: whether the bound is that of first calls.
-        results: the tensors that the call returns.
-        """
-        call = PendingCall(
-            ticket=self.tickets.take(), what=what, results=tuple(results), describe=describe, rehearses=rehearses
-        )
-        self.tickets.record_begin(stream, call)
-        return call.ticket
-
-    def await_room(self, describe: Callable[[], str]) -> None:
-        """Wait while so many calls are in flight that the events of the next ticket still belong to one of them. Bounded."""
-        ticket = self.tickets.newest + 1
-        if not self.tickets.is_free(ticket):
-            # The watchdog bounds each call. All of them together, with other work on the stream, may take longer.
-            self.rank_group.wait_until(lambda: self.tickets.is_free(ticket), describe, max(self.rank_group.timeout_s, FIRST_S))
 
     def captured(self) -> None:
         """Note that a graph captures a call, and may replay it later. Raises as raise_if_failed does."""
@@ -138,10 +113,10 @@ class Watchdog:
 
         The watchdog bounds each call, and all of them together have the bound of first calls.
         """
-        last = self.tickets.newest
+        last = tuple(self.pending)
         pending = f"rank {self.rank_group.rank}: calls are under way"
         self.rank_group.wait_until(
-            lambda: self.tickets.has_ended(last), lambda: pending, max(self.rank_group.timeout_s, FIRST_S)
+            lambda: all(map(self._order.has_ended, last)), lambda: pending, max(self.rank_group.timeout_s, FIRST_S)
         )
         self.raise_if_failed()
 
@@ -160,14 +135,14 @@ class Watchdog:
         def describe() -> str:
             return f"rank {rank}: {what}: perhaps not all ranks have begun it"
 
-        self.await_room(describe)
-        ticket = self.begin(stream, what, describe, rehearses=True)
-        call = self.tickets.pending[-1]
+        self._order.await_room(self.rank_group, describe)
+        with self._order.held(self.rank_group):
+            call = self._order.begin(PendingCall.of(what, describe, stream, rehearses=True), self.pending)
         try:
             found = work()
-            call.results = tuple(find_results(found))
+            call.results = tuple(memory_of_results(found))
         finally:
-            self.tickets.record_end(stream, ticket)
+            self._order.end(call)
         self.raise_if_failed()
         return found
 
@@ -177,16 +152,16 @@ class Watchdog:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self.releaser.close()
-        self.tickets.close()
+        self._order.remove(self.rank_group)
 
     def _run(self) -> None:
         torch.cuda.set_device(self._index)
         self._driver.relax_captures()
         idle = 0
         while not self._stop.wait(_TICK_S):
-            if len(self.tickets.pending) == 0:
+            if not self.pending:
                 idle += 1
-            if (self.tickets.pending or idle % _IDLE_TICKS == 0) and not self._look():
+            if (self.pending or idle % _IDLE_TICKS == 0) and not self._look():
                 break
         self.watching = False
         self._drain()
@@ -195,14 +170,14 @@ class Watchdog:
         """Release all waits repeatedly after a failure, until `close`."""
         released = ended = time.monotonic()
         stuck = False
-        while not self._stop.wait(POLL_S if self.tickets.pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
+        while not self._stop.wait(POLL_S if self.pending and time.monotonic() < ended + _HASTE_S else _TICK_S):
             with suppress(RuntimeError):  # nothing waits on a device that is lost
                 self.releaser.release_all()
-                if self.tickets.drop_ended():
+                if self._order.drop_ended(self.pending):
                     ended = time.monotonic()
-                if time.monotonic() > max(released, ended) + _RELEASED_S and (self._captures or self.tickets.pending):
+                if time.monotonic() > max(released, ended) + _RELEASED_S and (self._captures or self.pending):
                     self.releaser.abort_collectives()
-            if self.tickets.pending and not stuck and time.monotonic() > max(released, ended) + _STUCK_S:
+            if self.pending and not stuck and time.monotonic() > max(released, ended) + _STUCK_S:
                 stuck = True
                 LOGGER.error(_STUCK)
 
@@ -211,8 +186,8 @@ class Watchdog:
         first, doubtful = None, self._find_doubtful_calls()
         try:
             if not doubtful:
-                self.tickets.drop_ended()
-            first = next((call for call in tuple(self.tickets.pending) if self.tickets.is_running(call.ticket)), None)
+                self._order.drop_ended(self.pending)
+            first = next((call for call in tuple(self.pending) if self._order.is_running(call)), None)
             ended = partial(self._ended_rightly, first, doubtful)
             self.rank_group.check_peers(ended, may_leave=first is None)
             if first is not None:
@@ -234,7 +209,7 @@ class Watchdog:
 
     def _ended_rightly(self, first: PendingCall | None, doubtful: Sequence[PendingCall]) -> bool:
         """Return whether the running call has ended, so that a peer that is lost now does not affect its result."""
-        return first is not None and not doubtful and self.tickets.has_ended(first.ticket)
+        return first is not None and not doubtful and self._order.has_ended(first)
 
     def _find_doubtful_calls(self) -> tuple[PendingCall, ...]:
         """Return the calls that may have ended with invalid data of a failed peer.
@@ -243,12 +218,12 @@ class Watchdog:
         longer than that.
         """
         looked, self._looked = self._looked, time.monotonic()
-        return tuple(self.tickets.pending) if self._looked - looked > _NOTIFIED_S and self.rank_group.has_failed_peer() else ()
+        return tuple(self.pending) if self._looked - looked > _NOTIFIED_S and self.rank_group.has_failed_peer() else ()
 
     def _hold_to_bound(self, call: PendingCall) -> None:
         bound_s = max(self.rank_group.timeout_s, FIRST_S) if call.rehearses else self.rank_group.timeout_s
         call.deadline = min(call.deadline, time.monotonic() + bound_s)
-        if time.monotonic() > call.deadline and not self.tickets.has_ended(call.ticket):
+        if time.monotonic() > call.deadline and not self._order.has_ended(call):
             raise self.rank_group.fail(WaitTimeout(f"{self._describe(call)} after {bound_s:g} s"))
 
     def _fail(self, error: WeftError, first: PendingCall | None, doubtful: Sequence[PendingCall] = ()) -> None:
@@ -256,7 +231,7 @@ class Watchdog:
         self.rank_group.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
             error = type(error)(f"{error}; meanwhile {self._describe(first)}")
-        invalid = [*doubtful, *self.tickets.list_unfinished()]
+        invalid = [*doubtful, *self._order.list_unfinished(self.rank_group)]
         self.rank_group.fail_later(error, unraised=bool(invalid))
         LOGGER.error(str(error))
         self.rank_group.await_notified(_NOTIFIED_S)

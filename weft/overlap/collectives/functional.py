@@ -22,7 +22,8 @@ from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.collective import collective
-from weft.ops.common import describe, publish_errors, resolve_group, schedule_to_spec
+from weft.ops.common import describe, resolve_group, schedule_to_spec
+from weft.ops.front import public
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.runtime.collective_calls import check_summed
 from weft.runtime.groups import GROUPS
@@ -37,7 +38,7 @@ class _Options:
     sms: int | None = None
 
 
-@publish_errors
+@public
 def all_gather(
     x: torch.Tensor,
     group: dist.ProcessGroup | None = None,
@@ -51,7 +52,7 @@ def all_gather(
     return _apply("all_gather", x, options)
 
 
-@publish_errors
+@public
 def reduce_scatter(
     x: torch.Tensor,
     op: Reduction = "sum",
@@ -67,7 +68,7 @@ def reduce_scatter(
     return _apply("reduce_scatter", x, options)
 
 
-@publish_errors
+@public
 def all_to_all(
     x: torch.Tensor,
     group: dist.ProcessGroup | None = None,
@@ -82,7 +83,7 @@ def all_to_all(
     return _apply("all_to_all", x, options)
 
 
-@publish_errors
+@public
 def all_reduced(
     x: torch.Tensor,
     op: Reduction = "sum",
@@ -97,7 +98,7 @@ def all_reduced(
     return _apply("all_reduce", x, options)
 
 
-@publish_errors
+@public
 def empty(
     *shape: int,
     dtype: torch.dtype = torch.float32,

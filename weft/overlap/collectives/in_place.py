@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
-from weft.ops.common import publish_errors
+from weft.ops.front import public
 from weft.overlap.collectives.checks import Reduction, call_of, check_splits
 from weft.overlap.collectives.work import Work, run
 
 
-@publish_errors
+@public
 def all_gather_into_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -48,7 +48,7 @@ def all_gather_into_tensor(
     return run(name, call, async_op=async_op, stream=stream)
 
 
-@publish_errors
+@public
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -77,7 +77,7 @@ def reduce_scatter_tensor(
     return run(name, call, async_op=async_op, stream=stream)
 
 
-@publish_errors
+@public
 def all_reduce(
     tensor: torch.Tensor,
     op: Reduction = "sum",
@@ -108,7 +108,7 @@ def all_reduce(
     return run(name, call, async_op=async_op, stream=stream)
 
 
-@publish_errors
+@public
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,

@@ -1,0 +1,268 @@
+"""Warm calls: what identifies a call, what a BoundCall does with the driver, when it leaves a call to the slow path, and in how
+many Python frames."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from single_process_ranks import FakeResources, rank_groups, resources_of
+
+import weft
+from weft.comm.control import NUMBERS
+from weft.comm.rank_group import RankGroup
+from weft.core.errors import PeerLost
+from weft.ops import common, front
+from weft.ops.tensor_parallel import _all_gather_matmul
+from weft.runtime import bound_call
+from weft.runtime.bound_call import BoundCall, Output, Remembered, identify
+from weft.runtime.groups import GROUPS
+from weft.runtime.order import MOST_IN_FLIGHT, PendingCall, Shared
+from weft.runtime.replay import CapturedCall
+
+STREAM, NUMBER = 3, 7
+_MOST_FRAMES = 8
+
+
+class Group:
+    """What stands for a process group of two ranks."""
+
+    group_name = "two"
+
+
+class Warm:
+    """A BoundCall of a program without a GPU. The tensors a and b are those of the call, and `out` is what it allocates."""
+
+    def __init__(self, resources: FakeResources, peer: RankGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.resources, self.rank_group, self.peer = resources, resources.rank_group, peer
+        self.log: list[str] = []
+        self.memory_number, self.stream, self.device = 5, STREAM, 0
+        self.a, self.b, self.out = torch.ones(4, 8), torch.ones(8, 3), torch.zeros(8, 3)
+        self.graphs: dict[Any, CapturedCall] = {}
+        replays = SimpleNamespace(of_layout=lambda layout: self.graphs, earn=lambda: self.log.append("earned"))
+        self.memory = Shared()
+        resources.driver.memory_number = (lambda attribute, address: (0, self.memory_number), 9)
+        self.program: Any = SimpleNamespace(
+            resources=resources,
+            rank_group=self.rank_group,
+            driver=resources.driver,
+            replays=replays,
+            replay_uses=(self.memory,),
+            title="the program",
+            describe_call=lambda: "a flag",
+            last_used=0,
+        )
+        monkeypatch.setattr(bound_call, "capturing", lambda: False)
+        monkeypatch.setattr(bound_call, "current_device", lambda: self.device)
+        monkeypatch.setattr(bound_call, "raw_stream", lambda index: self.stream)
+        monkeypatch.setattr(bound_call, "replay_graph", lambda graph: self.log.append(graph))
+        self.bound = BoundCall(self.program, NUMBER, (0, 1), (), [Output(self.out.shape, torch.float32, True)])
+        self.bound._device = torch.device("cpu")
+        self.outs = [self.out]
+        monkeypatch.setattr(bound_call.torch, "empty", lambda *_, **__: self.outs[0])
+        self.capture()
+
+    def capture(self) -> None:
+        """Let there be a graph for a, b and the present `out`."""
+        addresses = (self.a.data_ptr(), self.b.data_ptr(), self.outs[0].data_ptr())
+        self.graphs[addresses] = CapturedCall(cast(Any, "replayed"), ((self.a.data_ptr(), 5),))
+
+    def call(self) -> list[torch.Tensor] | None:
+        return self.bound([self.a, self.b])
+
+    def replays(self) -> bool:
+        """Whether a call is replayed."""
+        before = self.log.count("replayed")
+        made = self.call()
+        assert (made is not None) == (self.log.count("replayed") == before + 1)
+        return made is not None
+
+
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Warm]:
+    mine, peer = rank_groups()
+    resources = resources_of(mine, monkeypatch)
+    yield Warm(resources, peer, monkeypatch)
+    for call in resources.watchdog.pending:
+        resources.ended(call)
+    resources.close()
+
+
+def test_a_warm_call_logs_its_number_and_is_watched(warm: Warm) -> None:
+    (out,) = warm.call() or []
+    assert out is warm.out
+    assert warm.log == ["replayed", "earned"]
+    control = warm.rank_group._control[0]
+    assert (control.entered, control.number_of(1)) == (1, NUMBER)
+    (call,) = warm.resources.watchdog.pending
+    assert (call.what, call.stream, call.enqueued, warm.memory.last) == ("the program", STREAM, True, call)
+    assert not call.begun.reached
+    assert not call.done.reached
+    assert warm.program.last_used == 1
+    assert control.number_of(1) < 5 * NUMBERS  # type: ignore[operator]
+
+
+def test_what_a_warm_call_returned_is_nan_after_a_failure(warm: Warm) -> None:
+    warm.call()
+    (call,) = warm.resources.watchdog.pending
+    filled: list[tuple[int, int]] = []
+    warm.resources.order.invalidate(call, 9, lambda address, nbytes: filled.append((address, nbytes)))
+    assert filled == [(warm.out.data_ptr(), warm.out.nbytes)]
+    assert warm.resources.driver.log == [("wait", 9, call.done)]
+
+
+def test_a_failed_peer_is_noticed_by_the_call_that_it_may_have_spoilt(warm: Warm) -> None:
+    warm.call()
+    warm.peer.broken = None
+    warm.resources.watchdog._stop.set()
+    warm.resources.watchdog._thread.join()
+    warm.peer.fail(MemoryError("planted"))
+    with pytest.raises(PeerLost, match="planted"):
+        warm.call()
+    assert not warm.replays(), "the slow path raises what a failed group raises"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda warm: setattr(warm, "a", torch.ones(4, 8)),
+        lambda warm: setattr(warm, "memory_number", 6),
+        lambda warm: setattr(warm, "device", 1),
+        lambda warm: setattr(warm.rank_group, "broken", PeerLost("planted")),
+        lambda warm: warm.resources.order.lock.acquire(),
+        lambda warm: warm.graphs.clear(),
+    ],
+    ids=["other addresses", "other memory at an address", "another device", "a failed group", "a held lock", "closed"],
+)
+def test_what_is_left_to_the_slow_path(warm: Warm, changed: Callable[[Warm], object]) -> None:
+    assert warm.replays()
+    changed(warm)
+    assert not warm.replays()
+    assert warm.rank_group.calls == 1, "nothing was logged"
+    if warm.resources.order.lock.locked():
+        warm.resources.order.lock.release()
+    warm.rank_group.broken = None
+
+
+def test_a_captured_call_is_left_to_the_slow_path(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound_call, "capturing", lambda: True)
+    assert not warm.replays()
+
+
+def test_no_more_calls_are_in_flight_than_a_stream_takes(warm: Warm) -> None:
+    for _ in range(MOST_IN_FLIGHT):
+        assert warm.replays()
+    assert not warm.replays()
+    for call in warm.resources.watchdog.pending:
+        warm.resources.ended(call)
+    assert warm.replays()
+
+
+def test_a_warm_call_on_another_stream_comes_after_the_last_one(warm: Warm) -> None:
+    warm.call()
+    first: PendingCall = warm.resources.watchdog.pending[0]
+    warm.stream = STREAM + 1
+    warm.call()
+    assert warm.resources.driver.log == [("wait", STREAM + 1, first.done)]
+
+
+def _frames(work: Callable[[], object]) -> list[str]:
+    """The frames of weft's Python functions that run."""
+    seen: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "/weft/" in frame.f_code.co_filename:
+            seen.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_a_warm_call_takes_few_frames(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = Group()
+    monkeypatch.setattr(front, "LIVING_GROUPS", [group])
+    function: Any = weft.all_gather_matmul
+    identity = identify([function.__wrapped__, 2], [warm.a, warm.b], [])
+    assert identity is not None
+    request = front.Request(_all_gather_matmul, (), (), None, None, lambda results: results[0])
+    GROUPS.remembered.add(identity, Remembered(group, warm.bound, (0,), (), request))
+    monkeypatch.setattr(common, "check_operands", lambda *_, **__: pytest.fail("it took the slow path"))
+    found: list[torch.Tensor] = []
+    try:
+        frames = _frames(lambda: found.append(function(warm.a, warm.b)))
+    finally:
+        GROUPS.remembered.forget("two")
+    assert found == [warm.out]
+    assert len([frame for frame in frames if "<lambda>" not in frame]) <= _MOST_FRAMES, frames
+
+
+def _identity(*values: object) -> tuple[Any, ...] | None:
+    return identify([], [*values], [])
+
+
+def test_calls_are_the_same_only_if_all_that_decides_them_is() -> None:
+    a = torch.ones(4, 6)
+    same = _identity(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
+    assert same is not None
+    assert same == _identity(torch.zeros(4, 6), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
+    for other in (
+        (torch.ones(6, 4).t(), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2),
+        (a.half(), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2),
+        (a.to("meta"), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2),
+        (a, [torch.ones(6, 2, requires_grad=True), torch.ones(6, 2)], None, "auto", 2),
+        (a, [torch.ones(6, 2)], None, "auto", 2),
+        (a, [torch.ones(6, 2), torch.ones(6, 2)], None, "planned", 2),
+        (a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2.0),
+        (a, [torch.ones(6, 2), torch.ones(6, 2)], 2, "auto", None),
+    ):
+        assert _identity(*other) != same
+    with torch.no_grad():
+        assert _identity(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2) != same
+
+
+def test_settings_of_torch_and_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = torch.ones(4, 6)
+    before = _identity(a)
+    monkeypatch.setenv("WEFT_SCHEDULE", "sequential")
+    after = _identity(a)
+    assert after != before
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _identity(a) != after
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.eye(3).to_sparse(),
+        torch.nested.nested_tensor([torch.ones(2)]),
+        torch._neg_view(torch.ones(3)),
+        {"a": 1},
+        [object()],
+    ],
+    ids=["sparse", "nested", "negated", "a dictionary", "an object in a list"],
+)
+def test_what_cannot_be_compared_is_not_remembered(value: object) -> None:
+    assert _identity(torch.ones(3), value) is None
+
+
+def test_calls_that_torch_intercepts_are_not_remembered() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    assert _identity(torch.ones(3)) is not None
+    with Mode():
+        assert _identity(torch.ones(3)) is None

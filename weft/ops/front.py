@@ -1,0 +1,111 @@
+"""The front door of the public operators: a call that was made before takes its BoundCall, and any other takes the slow path.
+
+A public function is decorated by `public`. It checks its arguments and returns a Request, which says which operator runs, with
+which tensors and options. The decorator runs the Request, and remembers it by what identifies the call
+(weft.runtime.bound_call): the function, the shapes, strides, dtypes and devices of its tensors, its other arguments, and the
+settings of torch on which results depend. The next call that is the same needs no check:
+
+    warm, without gradients, on a GPU     BoundCall -> `after`
+    warm, otherwise                       `before` -> Operator -> `after`
+    any other call                        the function -> `before` -> Operator -> `after`
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weft.compat.c10d import LIVING_GROUPS
+from weft.core.schedule import Schedule
+from weft.ops.common import publish_error_instead
+from weft.ops.operator import Operator, flatten, unflatten
+from weft.runtime.bound_call import Remembered, identify
+from weft.runtime.groups import GROUPS
+
+
+class Request(NamedTuple):
+    """A Request says what a public function computes.
+
+    operator: the operator that runs.
+    tensors: the caller's tensors, in the places of the operator's tensors.
+    options: the operator's options.
+    group: the process group. None for the whole world.
+    before: returns the operator's tensors, given the caller's. None if they are the same.
+    after: returns what the public function returns, given what the operator does. None if that is the same.
+
+    before and after are kept for later calls, so they must not refer to tensors.
+    """
+
+    operator: Operator
+    tensors: tuple[Any, ...]
+    options: tuple[Any, ...]
+    group: dist.ProcessGroup | None
+    before: Callable[..., tuple[Any, ...]] | None = None
+    after: Callable[[Any], Any] | None = None
+
+    def run(self) -> Any:
+        """Run the operator."""
+        tensors = self.tensors if self.before is None else self.before(*self.tensors)
+        results = self.operator(*tensors, *self.options)
+        return results if self.after is None else self.after(results)
+
+
+def public(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a public operator, which all ranks of its argument `group` call. It returns a Request, or its result.
+
+    If it raises on this rank, peers that wait for this rank in the call get the error, and do not wait until the bound.
+    """
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            request = function(*arguments, **options)
+            return request.run() if isinstance(request, Request) else request
+        try:
+            tensors: list[torch.Tensor] = []
+            identity = identify([function, len(arguments), *options], [*arguments, *options.values()], tensors)
+            known = None if identity is None else GROUPS.remembered.get(identity)
+            if known is None or known.group() not in LIVING_GROUPS:
+                request = function(*arguments, **options)
+                return _run(request, identity, tensors, arguments, options) if isinstance(request, Request) else request
+            request = known.request
+            if known.bound is not None and (made := known.bound(tensors)) is not None:
+                results = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
+                return results if request.after is None else request.after(results)
+            places, flat = request.tensors
+            request = request._replace(tensors=unflatten(places, [tensors[one] for one in flat]))
+            # Without its BoundCall the program may have been closed, and another one may be bound now.
+            return request.run() if known.bound is None else _run(request, identity, tensors, arguments, options)
+        except Exception as error:
+            with suppress(TypeError):  # the arguments do not fit the function
+                publish_error_instead(signature.bind(*arguments, **options).arguments.get("group"), error)
+            raise
+
+    return call
+
+
+def _run(
+    request: Request,
+    identity: tuple[Any, ...] | None,
+    tensors: Sequence[torch.Tensor],
+    arguments: Sequence[Any],
+    options: dict[str, Any],
+) -> Any:
+    """Run a Request, and remember it for calls with the same identity. tensors: those of the call."""
+    given = request.tensors if request.before is None else request.before(*request.tensors)
+    results, bound, picks = request.operator.compute(given, request.options, tensors)
+    group = request.group or dist.group.WORLD
+    places, flat = flatten(request.tensors)
+    numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+    if identity is not None and group is not None and all(id(one) in numbers for one in flat):
+        kept = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
+        template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]), group=None)
+        GROUPS.remembered.add(identity, Remembered(group, bound, picks, kept, template))
+    return results if request.after is None else request.after(results)

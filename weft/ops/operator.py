@@ -1,0 +1,372 @@
+"""This module defines operators of torch.library, and calls them.
+
+A call of an operator takes one of these ways:
+
+    compiled, or observed by a mode     torch's dispatcher, which takes some 15 us of host time
+    with gradients                      one autograd.Function, whose forward and backward call operators without gradients
+    otherwise                           the operator's own function
+
+Operators are defined by torch.library.Library and not by the custom_op decorator, because the wrapper of custom_op loads
+torch._dynamo at the first call. If a process group exists by then, its threads outlive its destruction (docs/lab/log.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from itertools import chain
+from typing import Any
+
+import torch
+
+from weft.compat.c10d import LIVING_GROUPS, group_named
+from weft.compat.dispatch import (
+    autocast_enabled,
+    forward_mode,
+    has_tangent,
+    in_functional_gradient,
+    is_batch_of_gradients,
+    observed,
+    without_autocast,
+)
+from weft.compat.tensors import tree_flatten, tree_leaves, tree_unflatten
+from weft.ops.schema import schema_of
+from weft.runtime.bound_call import PLAIN, BoundCall, Remembered, bind, identify
+from weft.runtime.calls import Call
+from weft.runtime.groups import GROUPS
+
+Function = Callable[..., Any]
+
+
+class _Library(torch.library.Library):
+    """A _Library is a torch library whose kernels refuse dual tensors (forward-mode derivatives).
+
+    Without that, torch's own autograd kernel would drop their tangents if no tensor requires a gradient.
+    """
+
+    def impl(self, op_name: Any, fn: Function, dispatch_key: str = "", **options: Any) -> None:
+        super().impl(op_name, _refuse_tangents(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
+
+
+_LIBRARY = _Library("weft", "DEF")  # type: ignore[no-untyped-call]
+
+
+class Operator:
+    """An Operator is weft::name.
+
+    name: its name in torch.library.
+    dispatched: the operator of torch.library.
+    single: whether it returns one tensor, and not several.
+    returns_tuple: whether it returns a tuple of tensors. torch passes a backward the gradients of a tuple one by one, and those
+        of a list as one list.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Function,
+        fake: Function,
+        *,
+        returns: Any = None,
+        save: Function | None = None,
+        backward: Function | None = None,
+        double_backward: bool = True,
+    ) -> None:
+        schema, self._count, options, self._places = schema_of(name, run, returns)
+        self.name, self._run, self._fake, self._save = name, run, fake, save
+        self._calls = returns is not None
+        self.single = returns is torch.Tensor
+        self.returns_tuple = schema.endswith(")")
+        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, self._kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"weft::{name}", lambda *flat: fake(*self._group_options(flat)), lib=_LIBRARY)
+        self._backward, self._options = None, options
+        if backward is not None:
+            checked = backward if double_backward else _refuse_second_derivatives(backward, f"weft::{name}")
+            self._backward = _disable_autocast(_refuse_batched_gradients(checked, f"weft::{name}"), options)
+            torch.library.register_autograd(f"weft::{name}", self._backward, setup_context=self._set_up, lib=_LIBRARY)
+        self.dispatched = getattr(torch.ops.weft, name)
+        self._function = type(f"weft_{name}", (_Recorded,), {})
+
+    def __call__(self, *flat: Any) -> Any:
+        """Compute the operator. Its tensors come first, and then its options, one argument for each."""
+        return self.compute(flat[: self._count], flat[self._count :])[0]
+
+    def compute(
+        self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
+    ) -> tuple[Any, BoundCall | None, Sequence[int]]:
+        """Return the results, and a BoundCall for calls like this one with its picks (weft.runtime.bound_call.Remembered).
+
+        bind_to: the tensors by which the BoundCall will be called. Without them there is none.
+        """
+        if torch.compiler.is_compiling():
+            return self.dispatched(*tensors, *options), None, ()
+        if can_skip_dispatcher(tensors):
+            return self._compute_plain(tensors, options, bind_to)
+        if self._backward is None or observed() or not _are_plain(tensors, grad=False):
+            return self.dispatched(*tensors, *options), None, ()
+        places, flat = flatten(tensors)
+        return self._function.apply(self, places, tuple(options), *flat), None, ()  # type: ignore[attr-defined]
+
+    def _compute_plain(
+        self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
+    ) -> tuple[Any, BoundCall | None, Sequence[int]]:
+        """Compute the operator, without gradients, on ordinary tensors."""
+        arguments = self._group_options((*tensors, *options))
+        if not self._calls:
+            return self._run(*arguments), None, ()
+        flat: list[torch.Tensor] = []
+        identity = identify([self], [*tensors, *options], flat)
+        known = None if identity is None else GROUPS.remembered.get(identity)
+        if known is not None and known.group() not in LIVING_GROUPS:
+            known = None
+        if known is not None and known.bound is not None and (made := known.bound(flat)) is not None:
+            return made[known.picks[0]] if self.single else [made[pick] for pick in known.picks], known.bound, ()
+        call: Call = self._run(*arguments)
+        agreed, outputs = GROUPS.make_call(call.group, call)
+        results = call.results_of(outputs)
+        numbers = {id(one): number for number, one in enumerate(chain.from_iterable(outputs.values()))}
+        picks = [numbers[id(result)] for result in results if id(result) in numbers]
+        if identity is not None and (known is None or (known.bound is not None and not known.bound.makes(agreed))):
+            GROUPS.remembered.add(identity, Remembered(group_named(call.group), bind(agreed, call, outputs, flat), picks))
+        bound = None if bind_to is None else bind(agreed, call, outputs, bind_to)
+        return results[0] if self.single else results, bound, picks
+
+    def _kernel(self, *flat: Any) -> Any:
+        return self._compute_plain(flat[: self._count], flat[self._count :])[0]
+
+    def _group_options(self, flat: Sequence[Any]) -> list[Any]:
+        found = list(flat)
+        for kind, place in self._places:
+            found[place] = [kind._make(flat[place])]
+        return found
+
+    def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if self._save is not None:
+            self._save(ctx, self._group_options(inputs), output)
+
+    # The autograd.Function of eager calls.
+
+    def record(self, ctx: Any, tensors: list[Any], options: tuple[Any, ...]) -> Any:
+        """Compute the operator, and keep in ctx what its backward needs."""
+        results = self._compute_plain(tensors, options)[0]
+        self._set_up(ctx, (*tensors, *options), results)
+        return results
+
+    def differentiate(self, ctx: _Context, *grads: Any) -> tuple[Any, ...]:
+        """Return the gradients of the tensors."""
+        assert self._backward is not None
+        found: tuple[Any, ...] = self._backward(ctx, *grads)
+        return found[: self._count]
+
+
+def define(name: str, run: Function, fake: Function, **options: Any) -> Operator:
+    """Define the operator weft::name, and return it.
+
+    The annotations of `run` say what the operator takes and returns. An option is a plain value or a NamedTuple of plain
+    values. The operator takes a NamedTuple as its fields, one positional argument each. The functions that are passed here get
+    it as one NamedTuple:
+
+        run(*tensors, *options)                       computes the results
+        fake(*tensors, *options)                      makes empty results of the same shapes
+        save(ctx, (*tensors, *options), results)      keeps in ctx what the backward needs
+        backward(ctx, *grads)                         returns the gradients of the tensors
+
+    returns: what the operator returns, if `run` returns a Call that computes it.
+    double_backward: whether the backward is itself differentiable; if not, gradients of its gradients raise ValueError.
+    """
+    return Operator(name, run, fake, **options)
+
+
+Places = tuple[int | None, ...]
+"""For each argument of an operator that is a tensor, how many tensors it is: None for no tensor, -1 for one, else the length of
+a list."""
+
+
+def flatten(tensors: Sequence[Any]) -> tuple[Places, list[torch.Tensor]]:
+    """Return the structure of an operator's tensors, and the tensors in one list."""
+    places: list[int | None] = []
+    found: list[torch.Tensor] = []
+    for one in tensors:
+        if one is None:
+            places.append(None)
+        elif isinstance(one, torch.Tensor):
+            places.append(-1)
+            found.append(one)
+        else:
+            places.append(len(one))
+            found += one
+    return tuple(places), found
+
+
+def unflatten(places: Places, flat: Sequence[Any]) -> list[Any]:
+    """Return values, one for each tensor, in the structure of the operator's arguments."""
+    found: list[Any] = []
+    at = 0
+    for place in places:
+        if place is None:
+            found.append(None)
+        elif place < 0:
+            found.append(flat[at])
+            at += 1
+        else:
+            found.append(list(flat[at : at + place]))
+            at += place
+    return found
+
+
+class _Recorded(torch.autograd.Function):
+    """_Recorded is an operator's call in the graph of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: Operator, places: Places, options: tuple[Any, ...], *given: torch.Tensor) -> Any:
+        ctx.operator, ctx.places = operator, places
+        results = operator.record(ctx, unflatten(places, given), options)
+        ctx.several = not isinstance(results, torch.Tensor)
+        return tuple(results) if ctx.several else results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        seen = _Context(ctx, unflatten(ctx.places, ctx.needs_input_grad[3:]))
+        # An operator that returns a list gets the gradients as one list.
+        given = (list(grads),) if ctx.several and not ctx.operator.returns_tuple else grads
+        found = ctx.operator.differentiate(seen, *given)
+        flat: list[Any] = []
+        for place, grad in zip(ctx.places, found, strict=True):
+            if place is not None and place < 0:
+                flat.append(grad)
+            elif place:
+                flat += [None] * place if grad is None else grad
+        return (None, None, None, *flat)
+
+
+class _Context:
+    """A _Context is an autograd context whose `needs_input_grad` has the structure of the operator's arguments."""
+
+    def __init__(self, ctx: Any, needs_input_grad: list[Any]) -> None:
+        self._ctx, self.needs_input_grad = ctx, needs_input_grad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+def can_skip_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None]) -> bool:
+    """Return whether a call with these tensors can skip torch's dispatcher, which takes some 15 us of host time.
+
+    The dispatcher is needed for gradients, for modes that observe the call, for subclasses of Tensor, and for views that torch
+    has yet to negate or conjugate. torch.compile also needs it, because it traces calls; `define` checks that.
+    """
+    if observed():
+        if in_functional_gradient():
+            raise ValueError(
+                "torch.func's grad, vjp and jacrev cannot be taken of weft's operators, whose derivatives torch.library knows;"
+                " use torch.autograd.grad, or backward"
+            )
+        return False
+    return _are_plain(arguments, torch.is_grad_enabled())
+
+
+def _are_plain(arguments: Iterable[Any], grad: bool) -> bool:
+    """Return whether all arguments are ordinary tensors without gradients, or lists of these. grad: whether autograd is on."""
+    for argument in arguments:
+        if type(argument) in PLAIN:
+            if (grad and argument.requires_grad) or argument.is_neg() or argument.is_conj():
+                return False
+        elif argument is not None and not (isinstance(argument, (list, tuple)) and _are_plain(argument, grad)):
+            return False
+    return True
+
+
+def _refuse_tangents(kernel: Function, what: str) -> Function:
+    @wraps(kernel)
+    def checked(*given: Any, **named: Any) -> Any:
+        if forward_mode() and any(map(has_tangent, tree_leaves((given, named)))):
+            raise ValueError(
+                f"{what} has no forward-mode derivative, and an argument is a dual tensor (torch.autograd.forward_ad,"
+                " torch.func.jvp); use reverse mode"
+            )
+        return kernel(*given, **named)
+
+    return checked
+
+
+def _disable_autocast(backward: Function, options: int) -> Function:
+    """Return a backward that runs without autocast, so that its matmuls use the dtypes of its operands, as the operator does.
+
+    options: the number of options. The returned backward appends None as the gradient of each.
+    """
+
+    @wraps(backward)
+    def complete(*given: Any) -> tuple[Any, ...]:
+        if not autocast_enabled():
+            return (*backward(*given), *[None] * options)
+        with without_autocast():
+            return (*backward(*given), *[None] * options)
+
+    return complete
+
+
+def _refuse_batched_gradients(backward: Function, what: str) -> Function:
+    """Return a backward that raises ValueError for a batch of gradients, before it calls an operator in which ranks wait."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *flow: Any) -> Any:
+        for some in flow:
+            for grad in some if isinstance(some, list) else (some,):
+                if is_batch_of_gradients(grad):
+                    raise ValueError(
+                        f"{what} takes one gradient at a time; leave out is_grads_batched=True of torch.autograd.grad, and"
+                        " vectorize=True of torch.autograd.functional"
+                    )
+        return backward(ctx, *flow)
+
+    return checked
+
+
+def _refuse_second_derivatives(backward: Function, what: str) -> Function:
+    """Return a backward whose results raise ValueError if they are differentiated.
+
+    create_graph=True alone raises nothing, because other operators of the graph may need it.
+    """
+
+    @wraps(backward)
+    def guarded(ctx: Any, *flow: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *flow)
+        once = _UnpackedContext(ctx)
+        with torch.no_grad():
+            leaves, structure = tree_flatten(backward(once, *flow))
+        grads = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        sources = [leaf for leaf in tree_leaves((flow, once.saved_tensors)) if isinstance(leaf, torch.Tensor)]
+        found = _NotDifferentiable.apply(what, len(grads), *grads.values(), *sources)  # type: ignore[no-untyped-call]
+        for at, grad in zip(grads, found, strict=True):
+            leaves[at] = grad
+        return tree_unflatten(leaves, structure)
+
+    return guarded
+
+
+class _UnpackedContext:
+    """An _UnpackedContext unpacks an autograd context's saved tensors once, because torch.utils.checkpoint allows only one."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """_NotDifferentiable returns `count` gradients unchanged. Its backward raises ValueError that names the operator `what`.
+
+    The tensors after the gradients are those from which the gradients were computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, what: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.what = what
+        return tuple(grad.detach() for grad in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ValueError(f"{ctx.what} has first derivatives alone; for second ones, use torch's operators in its place")

@@ -1,0 +1,257 @@
+"""A BoundCall makes a call that was made before: the same operator, shapes, strides, dtypes, schedule, group and settings.
+
+It owns all that such a call needs again: the number that ranks compare, the shapes of the outputs, the CUDA graphs by
+addresses, and the place in the order of the GPU. A warm call on a GPU is
+
+    weft/ops/front.py            find the BoundCall by what the call is
+    weft/runtime/bound_call.py   allocate the outputs, find the graph by the addresses, log the call, launch
+    weft/runtime/order.py        begin and end: what is in flight, and what comes after what
+
+Everything else is the slow path, which also makes the BoundCall (weft.runtime.programs). A BoundCall returns None if it cannot
+make the call, and then the slow path makes it: the addresses have no graph yet, a graph is being captured, the group has
+failed, another thread holds a lock, or too many calls are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from weft.compat.device import current_device
+from weft.compat.dispatch import without_inference_mode
+from weft.compat.storages import reference_of
+from weft.compat.streams import capturing, raw_stream, replay_graph
+from weft.compat.thread_state import thread_state
+from weft.core.schedule import Schedule
+from weft.runtime.bound import Outputs
+from weft.runtime.calls import Call
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.order import MOST_IN_FLIGHT, PendingCall
+from weft.runtime.programs import KnownCall
+from weft.runtime.replay import addresses_of
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of ordinary tensors. Other tensors need torch's dispatcher."""
+_BY_VALUE = frozenset((str, int, bool, float, type(None), torch.dtype))
+"""The types of arguments that are compared by value."""
+_STRIDED = torch.strided
+_MOST = 4096
+"""The most calls that are remembered. The oldest is dropped first."""
+_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
+
+
+def identify(key: list[Any], values: list[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...] | None:
+    """Return what identifies a call, or None if it cannot be remembered. It is compared at each call, so it is cheap.
+
+    key: the beginning of the result.
+    values: the arguments of the call. It is changed.
+    tensors: a list to which the tensors among the arguments are appended: those of lists come last.
+    """
+    try:
+        for value in values:
+            kind = type(value)
+            if kind in PLAIN:
+                if value.layout is not _STRIDED or value.is_neg():
+                    return None
+                tensors.append(value)
+                key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
+            elif kind in _BY_VALUE:
+                key += (kind, value)
+            elif kind is list or kind is tuple:
+                key.append(len(value))
+                values += value  # this loop comes to them
+            elif isinstance(value, (dist.ProcessGroup, Schedule)):
+                key.append(id(value))
+            else:
+                return None
+    except RuntimeError:  # a tensor without one shape
+        return None
+    state = thread_state(tensors[0].dtype) if tensors else None
+    return None if state is None else (*key, *state)
+
+
+class Remembered:
+    """A Remembered is what a call needs that is the same as an earlier one.
+
+    group, name: the process group, as a weak reference, and its name.
+    bound: the BoundCall. None if such a call cannot be replayed.
+    picks: for each result, its number among the outputs of the BoundCall.
+    kept: what must live as long as this, because it was compared by identity.
+    request: what the caller wants to know again.
+    """
+
+    __slots__ = ("bound", "group", "kept", "name", "picks", "request")
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        bound: BoundCall | None = None,
+        picks: Sequence[int] = (),
+        kept: Sequence[object] = (),
+        request: Any = None,
+    ) -> None:
+        self.group, self.name, self.bound, self.picks = ref(group), group.group_name, bound, picks
+        self.kept, self.request = kept, request
+
+
+class RememberedCalls:
+    """RememberedCalls is a table of Remembered, by what `identify` returns.
+
+    get: returns the Remembered of a call, or None. Its process group may have been destroyed, and then is not in LIVING_GROUPS.
+    """
+
+    def __init__(self) -> None:
+        self._table: dict[tuple[Any, ...], Remembered] = {}
+        self.get = self._table.get
+
+    def add(self, identity: tuple[Any, ...], found: Remembered) -> None:
+        self._table[identity] = found
+        if len(self._table) > _MOST:
+            self._table.pop(next(iter(self._table)), None)
+
+    def forget(self, name: str) -> None:
+        """Drop the calls of a group."""
+        for identity, found in list(self._table.items()):
+            if found.name == name:
+                self._table.pop(identity, None)
+
+    def clear(self) -> None:
+        self._table.clear()
+
+
+class Output(NamedTuple):
+    """An Output is a matrix that each call allocates. floats: whether a failure makes it NaN."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    floats: bool
+
+
+class BoundCall:
+    """A BoundCall replays the graphs of one program for calls whose tensors have one layout.
+
+    number: the number by which ranks compare the call.
+    places: for each tensor of the program's inputs, and of outputs that the caller passes, its number among the tensors of
+        a call.
+    outputs: the matrices that a call allocates.
+    """
+
+    __slots__ = (
+        "_alarm",
+        "_attribute",
+        "_calls",
+        "_describe",
+        "_device",
+        "_graphs",
+        "_group",
+        "_index",
+        "_memory_at",
+        "_number",
+        "_order",
+        "_outputs",
+        "_places",
+        "_program",
+        "_replays",
+        "_uses",
+        "_what",
+    )
+
+    def __init__(self, program: CudaProgram, number: int, places: tuple[int, ...], layout: Any, outputs: list[Output]) -> None:
+        resources = program.resources
+        assert program.replays is not None, "calls of this program are not replayed"
+        self._program, self._number, self._places, self._outputs = program, number, places, outputs
+        self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
+        self._device, self._index = resources.device, resources.index
+        self._replays, self._graphs = program.replays, program.replays.of_layout(layout)
+        self._alarm = program.rank_group.load_alarm()
+        self._memory_at, self._attribute = program.driver.memory_number
+        self._uses, self._what, self._describe = program.replay_uses, program.title, program.describe_call
+
+    def makes(self, known: KnownCall) -> bool:
+        """Return whether this makes the calls on which the ranks have agreed. It does not after its program was closed."""
+        return self._program is known.program and self._number == known.number
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+        """Make a call, and return what it has allocated. Return None if the slow path must make it.
+
+        tensors: those of a call, of the layout for which this was made.
+        Raises PeerLost if a peer has failed.
+        """
+        group, order = self._group, self._order
+        if not group.lock.acquire(False):
+            return None
+        try:
+            if group.broken is not None or current_device() != self._index or capturing():
+                return None
+            if len(self._calls) >= MOST_IN_FLIGHT and not order.make_room(self._calls):
+                return None
+            with without_inference_mode() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
+                outputs, addresses = [], []
+                for one in tensors:
+                    addresses.append(one.data_ptr())
+                key = list(map(addresses.__getitem__, self._places))
+                for kind in self._outputs:
+                    out = torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
+                    outputs.append(out)
+                    key.append(out.data_ptr())
+            captured = self._graphs.get(tuple(key))
+            if captured is None:
+                return None
+            for address, number in captured.memory:
+                if self._memory_at(self._attribute, address)[1] != number:
+                    return None
+            if not order.lock.acquire(False):
+                return None
+            try:
+                group.log_agreed_call(self._number)
+                call = PendingCall()
+                call.what, call.describe, call.stream = self._what, self._describe, raw_stream(self._index)
+                results = []
+                for out, kind in zip(outputs, self._outputs, strict=True):
+                    if kind.floats:
+                        results.append((reference_of(out.untyped_storage()), out.data_ptr(), out.nbytes))
+                call.results = results
+                order.begin(call, self._calls, self._uses)
+                try:
+                    replay_graph(captured.graph)
+                finally:
+                    order.end(call)
+            finally:
+                order.lock.release()
+            self._program.last_used = group.calls
+            self._replays.earn()
+            if self._alarm():
+                group.check_peers()
+            return outputs
+        finally:
+            group.lock.release()
+
+
+def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch.Tensor]) -> BoundCall | None:
+    """Return the BoundCall for calls like one that was just made. Return None if such calls cannot be replayed.
+
+    known: what the ranks have agreed on for it.
+    outputs: its outputs.
+    tensors: those by which a BoundCall is called. The program must read and write their memory, and not that of copies.
+    """
+    program = known.program
+    if not isinstance(program, CudaProgram) or program.replays is None:
+        return None
+    if known.rows or known.empty or call.spans is not None or call.reached:
+        return None
+    numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+    inputs = program.prepared(call.inputs)
+    try:
+        places = [numbers[address] for address in addresses_of(inputs, call.outputs or {})]
+    except KeyError:  # a copy
+        return None
+    if len(numbers) < len(tensors):  # two tensors share memory, so it is not known which one an address belongs to
+        return None
+    made = [one for some in outputs.values() for one in some] if call.outputs is None else []
+    kinds = [Output(one.shape, one.dtype, one.is_floating_point()) for one in made]
+    return BoundCall(program, known.number, tuple(places), program.replays.layout(inputs, outputs), kinds)
