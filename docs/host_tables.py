@@ -109,7 +109,8 @@ def host_steps(bench: str, part: str) -> str:
 
 def _steps(row: Row) -> list[tuple[str, ...]]:
     methods = sorted((name for name in STEPS if name in row.host_us), key=lambda name: name not in REFERENCES)
-    first, found = methods[0], []
+    first = methods[0]
+    found: list[tuple[str, ...]] = []
     for number, name in enumerate(methods):
         nbytes = row.extra.get("step_bytes", {}).get(name)
         worst = max(row.extra["difference"][name].values())

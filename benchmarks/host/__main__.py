@@ -18,8 +18,8 @@ what PyTorch's calls give (in steps: the hand-written one, or the unsharded mode
 `step_bytes` is what torch's allocator hands out during a step, at most. It does not count weft's symmetric buffers.
 
 Variants of calls (`state` of a row): `same tensors`; `new addresses`: 331 copies of the input in turn, and results that stay
-alive for 61 calls; `two streams`: two streams in turn, each ordered after the other by an event. Host times leave the events and
-the change of the stream out, and wall times have them. A loop of `us` has 200 calls (10 steps). On machines without GPUs
+alive for 61 calls; `two streams`: two streams in turn, each ordered after the other by an event. Host times leave out the
+events and the change of the stream; wall times have them. A loop of `us` has 200 calls (10 steps). On machines without GPUs
 everything is small, and only shows that the benchmark works.
 
 Traps: host times differ by half from machine to machine, so compare them within a row. The first run on a machine compiles
