@@ -82,13 +82,17 @@ class Job:
     run: Callable[[], Iterable[Row]]
 
 
-def start() -> int:
+def start(device: str = "cuda") -> int:
     """Join the world as torchrun set it up; this rank. Nothing of weft waits longer than the alarm, and what an earlier run
-    chose is taken over from PLANS alone, whatever the user's environment names."""
+    chose is taken over from PLANS alone, whatever the user's environment names. device: "cpu" for a run that only shows that a
+    benchmark works."""
     alarm()
     os.environ.setdefault("WEFT_TIMEOUT_S", "45")
     os.environ["WEFT_CACHE_DIR"] = PLANS
     rank = int(os.environ["LOCAL_RANK"])
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return rank
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", rank))
     return rank
@@ -111,11 +115,18 @@ def alarm() -> None:
     faulthandler.dump_traceback_later(ALARM_S, exit=True)
 
 
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def release() -> None:
     """Give back what weft and the allocator hold. Collective."""
-    torch.cuda.synchronize()
+    synchronize()
     weft.close()
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     dist.barrier()
 
 
@@ -131,16 +142,16 @@ def together(name: str, work: Callable[[], T]) -> T:
     result, reason = None, ""
     try:
         result = work()
-        torch.cuda.synchronize()
+        synchronize()
     except WrongResult:
         raise
     except Exception as error:
-        reason = _words(error)
+        reason = describe_error(error)
     _agree(name, reason)
     return result  # type: ignore[return-value]
 
 
-def _words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_REASON]
 
 
@@ -219,11 +230,11 @@ def timed(runs: Mapping[str, Callable[[], None]], leads: Mapping[str, Work], rou
             try:
                 sample = _once(run, leads.get(name))
             except Exception as error:
-                failures.append((turn, name, _words(error)))
+                failures.append((turn, name, describe_error(error)))
                 sample = (math.nan, math.nan)
             if round_ >= WARM_UP:
                 samples[name].append(sample)
-    _raise_first(failures)
+    raise_first(failures)
     return _slowest(samples, repeat)
 
 
@@ -249,7 +260,7 @@ def _once(run: Callable[[], None], lead: Work | None) -> tuple[float, float]:
     return begin.elapsed_time(end) * 1e3, (returned_ns - called_ns) / 1e3
 
 
-def _raise_first(failures: Sequence[tuple[int, str, str]]) -> None:
+def raise_first(failures: Sequence[tuple[int, str, str]]) -> None:
     """After the first failure others follow, of methods that share its rank_group: the first of all ranks is the one to
     name."""
     everyone: list[list[tuple[int, str, str]]] = [[] for _ in range(dist.get_world_size())]
@@ -318,6 +329,7 @@ def row(
     arguments: argparse.Namespace,
     times: Mapping[str, Times] | None = None,
     problem: AnyProblem | None = None,
+    device: str = "cuda",
     **figures: Any,
 ) -> Row:
     """A row of what `trial` found in one mode, with host times of eager calls. figures: further fields of a Row, or `us` and
@@ -333,8 +345,8 @@ def row(
         dtype=dtype,
         world_size=dist.get_world_size(),
         mode=mode,
-        machine=f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
-        versions=versions("cuda"),
+        machine=f"{dist.get_world_size()} x {torch.cuda.get_device_name()}" if device == "cuda" else f"{os.cpu_count()} cores",
+        versions=versions(device),
         commit=arguments.commit,
         samples=arguments.rounds,
         **figures,

@@ -232,13 +232,14 @@ def run_parts(
     *,
     alarm_s: int = measure.ALARM_S,
     after: Callable[[], None] = lambda: None,
+    device: str = "cuda",
 ) -> None:
     """Measure each part. Print each row, and append it to --json. Runs on every rank of torchrun.
 
     after: a function that is called after each part, before its memory is freed.
     """
     measure.ALARM_S = alarm_s
-    start()
+    start(device)
     jobs = [Job(name=str(part), run=partial(measure_part, part, arguments)) for part in parts]
     found, left_out = run_jobs(jobs, arguments, after=after)
     say(summary(found))

@@ -17,6 +17,7 @@ A generated part is a fenced block whose first line says what it shows:
     ```text gains FOLDER          benchmarks/gains.py: `auto` over the fastest alternative, from a folder of results
     ```text cases BENCH           measured_tables.py: every case of a result file; the other kinds of tables are described there
     ```text models BENCH PART     model_tables.py: whole models, layers of them, profiles
+    ```text host BENCH            host_tables.py: host time of calls and of training steps
     ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
     ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
 
@@ -48,8 +49,8 @@ from weft.planner.models import load_model, operator_calls
 from weft.schedules import FAMILIES, names
 
 sys.path.append(str(Path(__file__).parent))
-text_tables, measured_tables, model_tables, study_tables = map(
-    importlib.import_module, ("text_tables", "measured_tables", "model_tables", "study_tables")
+text_tables, measured_tables, model_tables, host_tables, study_tables = map(
+    importlib.import_module, ("text_tables", "measured_tables", "model_tables", "host_tables", "study_tables")
 )
 _table = text_tables.table
 ROOT = Path(__file__).parents[1]
@@ -240,6 +241,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "simulated": errors,
     **measured_tables.MAKERS,
     **model_tables.MAKERS,
+    **host_tables.MAKERS,
     **study_tables.MAKERS,
 }
 BLOCK = re.compile(rf"^```text ({'|'.join(MAKERS)}) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)

@@ -63,6 +63,7 @@ CODE: dict[str, Sequence[str]] = {
     "dlrm_step": MODELS,
     "models": MODELS,
     "moe": MODELS,
+    "host": MODELS,
     "gemm": ("weft/kernels",),
     "gemm_fp8": ("weft/kernels",),
     "one_row_fp8": ("weft/kernels",),
