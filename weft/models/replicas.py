@@ -9,7 +9,7 @@ plain tensors.
 A rank that computes a part has a part of the gradient:
 
     input of the module               `part` says     gradient
-    this rank's tokens, or heads      True            summed over ranks when the backward pass reaches it
+    this rank's tokens, or heads      True            summed over ranks (parameters.py)
     all of them, on every rank        False           already whole
 """
 
@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.models.linear import Distributor, get_local_part, get_process_group
-from weft.ops.replicated import with_summed_gradient
+from weft.models.linear import Distributor
+from weft.models.parameters import keep_parts, part_of
 
 Part = Callable[[], bool]
 
@@ -96,6 +96,7 @@ def replicate_alone(
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), placement))
     if plain:
+        keep_parts(module, *plain)
         module.__class__ = _reading_locals(class_of(module), plain)
         module.__dict__["_weft_part"] = part
         module.__dict__["_weft_region"] = region or ParameterReaders()
@@ -205,7 +206,6 @@ def _local_parameter(name: str) -> property:
         parameter: torch.Tensor = module._parameters[name]
         if not module._weft_region.running() or not isinstance(parameter, DTensor):
             return parameter
-        mine = get_local_part(parameter)
-        return with_summed_gradient(mine, get_process_group(parameter).group_name) if module._weft_part() else mine
+        return part_of(module, name, summed=module._weft_part())
 
     return property(read)
