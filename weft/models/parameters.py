@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from weft.compat.dispatch import backward_pass
-from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, own_spec_of, run_first
+from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, run_first, spec_of
 from weft.compat.streams import raw_stream
 from weft.ops.replicated import with_summed_gradient, with_summed_gradients
 
@@ -71,7 +71,8 @@ class ModuleParameter:
         if parameter is not self._parameter or local_tensor_of(parameter) is not self._memory:
             self._look_up(parameter)
         if not (torch.is_grad_enabled() and parameter.requires_grad):
-            return cast(Tensor, self._plain)
+            plain: Any = self._plain
+            return plain  # type: ignore[no-any-return]
         # A backward pass runs a node on the stream on which it was made.
         if self._part is None or (self._gpu is not None and raw_stream(self._gpu) != self._stream):
             self._stream = None if self._gpu is None else raw_stream(self._gpu)
@@ -110,11 +111,41 @@ class ModuleParameter:
         self._gpu = self._memory.device.index if self._memory.is_cuda else None
 
 
+def own_part(x: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, of which the caller knows the placement. Not for torch.compile."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return local_tensor_of(x)
+    found: Tensor = _Part.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+def as_whole(part: Tensor, spec: Any) -> Tensor:
+    """Return a tensor as this rank's part of a DTensor. Not for torch.compile. spec: as of compat's `spec_of`."""
+    found: Tensor = _Whole.apply(part, spec)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, spec: Any) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec
+        return dtensor_of(part.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Tensor | None, None]:
+        if grad is None:
+            return None, None
+        if spec_of(grad).placements != ctx.spec.placements:
+            grad = grad.redistribute(ctx.spec.mesh, ctx.spec.placements)
+        return grad.to_local() if torch.is_grad_enabled() else local_tensor_of(grad), None
+
+
 class _Part(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        memory, ctx.spec = local_tensor_of(parameter), own_spec_of(parameter)
+        memory, ctx.spec = local_tensor_of(parameter), spec_of(parameter)
         ctx.strides = memory.stride()
         return memory.detach()
 
@@ -201,25 +232,29 @@ def keep_parts(module: nn.Module, *names: str) -> None:
     known.update({name: ModuleParameter(module.get_parameter(name)) for name in names})
 
 
-def part_of(module: nn.Module, name: str, *, summed: bool = False) -> Tensor:
-    """Return this rank's part of a parameter. summed: sum its gradient over the ranks."""
+def part_of(module: nn.Module, name: str, *, eager: bool, summed: bool = False) -> Tensor:
+    """Return this rank's part of a parameter.
+
+    eager: torch does not compile the call.
+    summed: sum its gradient over the ranks.
+    """
     parameter = module._parameters.get(name)
     if parameter is None:  # a parametrization computes it
         parameter = getattr(module, name)
-    elif not torch.compiler.is_compiling():
+    elif eager:
         known: ModuleParameter = module.__dict__[_PARAMETERS][name]
         return known.summed(parameter) if summed else known.part(parameter)
     part = cast(DTensor, parameter).to_local()
     return with_summed_gradient(part, get_process_group(parameter).group_name) if summed else part
 
 
-def group_of(module: nn.Module, name: str = "weight") -> dist.ProcessGroup:
-    """Return the process group that shares a parameter of a module."""
-    parameter = module._parameters.get(name)
-    if parameter is None or torch.compiler.is_compiling():
-        return get_process_group(getattr(module, name))
-    known: ModuleParameter = module.__dict__[_PARAMETERS][name]
-    return known.group(parameter)
+def group_of(linear: nn.Module, *, eager: bool) -> dist.ProcessGroup:
+    """Return the process group that shares a linear's weight. eager: torch does not compile the call."""
+    weight = linear._parameters.get("weight")
+    if weight is None or not eager:
+        return get_process_group(cast(Tensor, linear.weight))
+    known: ModuleParameter = linear.__dict__[_PARAMETERS]["weight"]
+    return known.group(weight)
 
 
 def get_process_group(parameter: Tensor) -> dist.ProcessGroup:

@@ -55,7 +55,7 @@ class ProductSettings:
 
     def of(self, op: Op) -> str:
         """Return the schedule for an operator."""
-        return choose_backward_schedule(self.schedule, op)
+        return self.schedule if self.schedule in MODES else choose_backward_schedule(self.schedule, op)
 
 
 def columns(

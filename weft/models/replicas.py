@@ -52,9 +52,9 @@ class ParameterReaders:
     def __reduce__(self) -> tuple[type[ParameterReaders], tuple[()]]:
         return ParameterReaders, ()
 
-    def running(self) -> bool:
-        """Return whether this thread is in a forward of the region."""
-        return self._traced if torch.compiler.is_compiling() else self._depth.count > 0
+    def running(self, *, eager: bool) -> bool:
+        """Return whether this thread is in a forward of the region. eager: torch does not compile the call."""
+        return self._depth.count > 0 if eager else self._traced
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a forward of the region. After a graph break, a forward that is not traced may call one that is."""
@@ -132,7 +132,8 @@ def _read_by_others(cls: type[Any]) -> type[Any]:
 
     def weight(self: Any) -> torch.Tensor:
         parameter: Any = self._parameters["weight"]
-        if self._weft_readers.running() and not self._weft_region.running():
+        eager = not torch.compiler.is_compiling()
+        if self._weft_readers.running(eager=eager) and not self._weft_region.running(eager=eager):
             return cast(torch.Tensor, parameter.full_tensor())
         return cast(torch.Tensor, parameter)
 
@@ -204,8 +205,9 @@ def _local_parameter(name: str) -> property:
         if name not in module._parameters:  # a parametrization may have replaced it
             raise AttributeError(f"{type(module).__name__} has no parameter {name}")
         parameter: torch.Tensor = module._parameters[name]
-        if not module._weft_region.running() or not isinstance(parameter, DTensor):
+        eager = not torch.compiler.is_compiling()
+        if not module._weft_region.running(eager=eager) or not isinstance(parameter, DTensor):
             return parameter
-        return part_of(module, name, summed=module._weft_part())
+        return part_of(module, name, eager=eager, summed=module._weft_part())
 
     return property(read)
