@@ -311,7 +311,9 @@ def _shard_parameters(linear: nn.Linear, distribute: Distributor, weight: Placem
     linear.register_parameter("weight", distribute(linear.weight, weight))
     if linear.bias is not None:
         linear.register_parameter("bias", distribute(linear.bias, bias))
-    keep_parts(linear, *(name for name, parameter in linear._parameters.items() if isinstance(parameter, DTensor)))
+    for name, parameter in linear._parameters.items():
+        if isinstance(parameter, DTensor):
+            keep_parts(linear, name, summed=parameter.placements == (Replicate(),))
 
 
 def why_not_linear(module: nn.Module, *, row: bool = False, ranks: int = 1) -> str:

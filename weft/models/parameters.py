@@ -49,10 +49,11 @@ _PARAMETERS = "_weft_parameters"
 class ModuleParameter:
     """This rank's part of one parameter of a module. A copy of the module looks its parts up anew.
 
-    made: the parameter that a style has made. The gradient of any other is summed by itself.
+    made: the parameter that a style has made, if its gradient may be summed together with others. It is dropped when the module
+        has another one, whose gradient is summed by itself.
     """
 
-    def __init__(self, made: nn.Parameter) -> None:
+    def __init__(self, made: nn.Parameter | None = None) -> None:
         self.bundle: _Bundle | None = None
         self._made = made
         self._parameter: Tensor | None = None
@@ -63,7 +64,7 @@ class ModuleParameter:
         self._gpu: int | None = None
         self._stream: int | None = None
 
-    def __reduce__(self) -> tuple[type[ModuleParameter], tuple[nn.Parameter]]:
+    def __reduce__(self) -> tuple[type[ModuleParameter], tuple[nn.Parameter | None]]:
         return ModuleParameter, (self._made,)
 
     def part(self, parameter: Tensor) -> Tensor:
@@ -84,13 +85,13 @@ class ModuleParameter:
         """Return this rank's part, with its gradient summed over the ranks."""
         part = self.part(parameter)
         if not part.requires_grad:
-            if self.bundle is not None and not parameter.requires_grad:
-                self.bundle.remove([self])
+            if not parameter.requires_grad:
+                self.bundle = None
             return part
-        if parameter is self._made and self.bundle is not None:
+        if self.bundle is not None:
             return self.bundle.read(self, part)
         me, name = ref(self), self.group(parameter).group_name
-        return with_summed_gradients([part], name, lambda _: _observe(me, name, parameter is self._made))[0]
+        return with_summed_gradients([part], name, lambda _: _observe(me, name))[0]
 
     def group(self, parameter: Tensor) -> dist.ProcessGroup:
         """Return the process group that shares the parameter."""
@@ -102,10 +103,21 @@ class ModuleParameter:
 
     def found(self) -> Tensor | None:
         """Return what `part` has returned for a parameter that requires gradients, if it still does."""
-        frozen = self._parameter is None or not self._parameter.requires_grad
-        return None if frozen or self._parameter is not self._made else self._part
+        return self._part if self._parameter is not None and self._parameter.requires_grad else None
+
+    def observe(self, group: str) -> None:
+        """Join the bundle of the parameters whose gradients this backward pass has summed one by one."""
+        if self._made is None or self.bundle is not None:
+            return
+        key = group, backward_pass()
+        bundle = _OBSERVED.get(key)
+        if bundle is None:
+            bundle = _OBSERVED[key] = _Bundle(group)
+        bundle.add([self])
 
     def _look_up(self, parameter: Tensor) -> None:
+        if parameter is not self._made:
+            self._made = self.bundle = None
         self._memory = local_tensor_of(parameter)
         self._parameter, self._plain, self._part, self._group = parameter, self._memory.detach(), None, None
         self._gpu = self._memory.device.index if self._memory.is_cuda else None
@@ -161,23 +173,20 @@ class _Part(torch.autograd.Function):
 class _Bundle:
     """Parameters of one process group whose gradients have arrived in the same backward passes so far.
 
-    The parameters own it. It refers to them weakly, so they are freed with their modules.
+    The parameters own it. It refers to them weakly, so they are freed with their modules. A parameter may leave by itself.
     """
 
     def __init__(self, group: str) -> None:
         self._group = group
         self._members: list[ref[ModuleParameter]] = []
         self._results: dict[int, tuple[Tensor, Tensor]] = {}
+        self._node = object()
 
     def add(self, members: Sequence[ModuleParameter]) -> None:
         for member in members:
             member.bundle = self
-        self._members, self._results = [*self._members, *map(ref, members)], {}
-
-    def remove(self, members: Sequence[ModuleParameter]) -> None:
-        for member in members:
-            member.bundle = None
-        self._members, self._results = [ref(member) for member in self._alive() if member.bundle is self], {}
+        self._members += map(ref, members)
+        self._results = {}
 
     def read(self, member: ModuleParameter, part: Tensor) -> Tensor:
         """Return a member's part, with its gradient summed together with those of all members."""
@@ -188,48 +197,46 @@ class _Bundle:
         return known[1]
 
     def _make_node(self) -> None:
-        pairs = [(member, part) for member in self._alive() if (part := member.found()) is not None]
-        members, bundle = [ref(member) for member, _ in pairs], ref(self)
-        results: dict[int, tuple[Tensor, Tensor]] = {}
+        alive = [member for one in self._members if (member := one()) is not None and member.bundle is self]
+        self._members = [*map(ref, alive)]
+        pairs = [(member, part) for member in alive if (part := member.found()) is not None]
+        members, bundle, node = [ref(member) for member, _ in pairs], ref(self), object()
 
         def arrived(has: list[bool]) -> None:
             mine = bundle()
-            if mine is not None and not all(has):
+            # If this is not the last node, the members may have been read from the last one.
+            if mine is not None and mine._node is node and not all(has):
                 mine._split([member for member, had in zip(members, has, strict=True) if not had])
 
         summed = with_summed_gradients([part for _, part in pairs], self._group, arrived)
-        for (member, part), one in zip(pairs, summed, strict=True):
-            results[id(member)] = part, one
-        self._results = results
+        self._node = node
+        self._results = {id(member): (part, one) for (member, part), one in zip(pairs, summed, strict=True)}
 
     def _split(self, without: Sequence[ref[ModuleParameter]]) -> None:
         """Move the members without a gradient to a bundle of their own."""
         members = [member for one in without if (member := one()) is not None and member.bundle is self]
-        self.remove(members)
-        if members:
-            _Bundle(self._group).add(members)
-
-    def _alive(self) -> list[ModuleParameter]:
-        return [member for one in self._members if (member := one()) is not None]
+        _Bundle(self._group).add(members)
+        self._results = {}
 
 
 _OBSERVED: WeakValueDictionary[tuple[str, int], _Bundle] = WeakValueDictionary()
 """The bundle of each process group and backward pass in which a parameter had its first gradient."""
 
 
-def _observe(parameter: ref[ModuleParameter], group: str, made: bool) -> None:
-    member, key = parameter(), (group, backward_pass())
-    if made and member is not None and member.bundle is None:
-        bundle = _OBSERVED.get(key)
-        if bundle is None:
-            bundle = _OBSERVED[key] = _Bundle(group)
-        bundle.add([member])
+def _observe(parameter: ref[ModuleParameter], group: str) -> None:
+    # The node of a result must not own the parameter, which owns the result.
+    member = parameter()
+    if member is not None:
+        member.observe(group)
 
 
-def keep_parts(module: nn.Module, *names: str) -> None:
-    """Let `part_of` and `group_of` look up these parameters of a module, which a style has made, only once."""
+def keep_parts(module: nn.Module, *names: str, summed: bool = False) -> None:
+    """Let `part_of` and `group_of` look up these parameters of a module, which a style has made, only once.
+
+    summed: they may be read with summed gradients.
+    """
     known = module.__dict__.setdefault(_PARAMETERS, {})
-    known.update({name: ModuleParameter(module.get_parameter(name)) for name in names})
+    known.update({name: ModuleParameter(module.get_parameter(name) if summed else None) for name in names})
 
 
 def part_of(module: nn.Module, name: str, *, eager: bool, summed: bool = False) -> Tensor:

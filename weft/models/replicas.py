@@ -96,7 +96,7 @@ def replicate_alone(
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), placement))
     if plain:
-        keep_parts(module, *plain)
+        keep_parts(module, *plain, summed=part is not never)
         module.__class__ = _reading_locals(class_of(module), plain)
         module.__dict__["_weft_part"] = part
         module.__dict__["_weft_region"] = region or ParameterReaders()
