@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -53,6 +54,7 @@ from weft.compat.dispatch import (
     without_autocast,
     writes_to,
 )
+from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, run_first, spec_of
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
 from weft.compat.mappings import mapped
 from weft.compat.storages import WeakStorage, users
@@ -521,3 +523,51 @@ def test_a_file_is_mapped_without_a_descriptor_of_its_own(tmp_path: Path) -> Non
     assert path.read_bytes()[:4] == b"weft"
     with pytest.raises(OSError, match="Bad file descriptor"):
         mapped(descriptor, 4096)
+
+
+def test_a_dtensor_is_taken_apart_and_made_again(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for placement in (Shard(0), Replicate()):
+            given = distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [placement])
+            local, spec = local_tensor_of(given), spec_of(given)
+            assert local.data_ptr() == given.to_local().data_ptr()
+            assert (spec.mesh, spec.placements, spec.shape) == (mesh, (placement,), (2, 3))
+            made = dtensor_of(local + 1, spec)
+            assert made.full_tensor().equal(local + 1)
+            assert (made.placements, made.shape, made.stride(), made.requires_grad) == ((placement,), (2, 3), (3, 1), False)
+            turned = torch.ones(3, 2).t().requires_grad_()
+            made = differentiable_dtensor_of(turned, spec)
+            assert (made.shape, made.stride(), made.requires_grad) == ((2, 3), (1, 2), True)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: list[str]) -> torch.Tensor:
+        ctx.order = order
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.order.append("kept")
+        return grad, None
+
+
+def test_a_node_that_stays_runs_as_soon_as_its_gradients_are_there() -> None:
+    """Also in a second pass, and after its input has changed; otherwise it would run last, as the oldest."""
+    order: list[str] = []
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    kept = _Kept.apply(x, order)  # type: ignore[no-untyped-call]
+    run_first(kept.grad_fn)
+    for _ in range(2):
+        other = y * 2
+        other.register_hook(lambda grad: order.append("other"))
+        (other * kept).sum().backward()
+        with torch.no_grad():
+            x.add_(1)
+    assert order == ["kept", "other"] * 2
+    assert x.grad is not None
+    assert x.grad.equal(torch.full((2,), 4.0))

@@ -56,7 +56,7 @@ class Recursive(nn.Module):
 @pytest.fixture
 def recursive(monkeypatch: pytest.MonkeyPatch) -> Recursive:
     module = Recursive()
-    monkeypatch.setattr(replicas, "get_local_part", lambda parameter: "plain")
+    monkeypatch.setattr(replicas, "part_of", lambda module, name, **options: "plain")
     monkeypatch.setattr(replicas, "DTensor", nn.Parameter)
     replicate_alone(module, lambda parameter, placement: parameter, never)  # type: ignore[arg-type, return-value]
     return module

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import nn
 
 _RECORDED = "_weft_layers"
@@ -24,14 +23,15 @@ class LayerCalls:
     calls: set[tuple[str, int]] = field(default_factory=set)
     compiled: bool = False
 
-    def record(self, operators: Iterable[str], rows: int | None) -> None:
+    def record(self, operators: Iterable[str], rows: int | None, *, eager: bool) -> None:
         """Record the operators that a call runs, now or in its backward.
 
-        While torch compiles the call, `rows` is not read: a guard on it would cause another compilation."""
-        if torch.compiler.is_compiling() or not isinstance(rows, int):
+        eager: torch does not compile the call. Otherwise `rows` is not read: a guard on it would cause another compilation."""
+        if not eager or not isinstance(rows, int):
             self.compiled = True
-        else:
-            self.calls.update((operator, rows) for operator in operators)
+            return
+        for operator in operators:
+            self.calls.add((operator, rows))
 
     def may_have(self, operator: str, served: Callable[[int], bool]) -> bool:
         """Return whether the layer may have called this operator with a number of rows that `served` accepts."""

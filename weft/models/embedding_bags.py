@@ -159,7 +159,8 @@ class ShardedEmbeddingBags(nn.Module):
         indices, lengths: [tables of this rank * M], of this rank's tables, over the whole batch.
         batch: M. A rank without tables must pass it.
         """
-        self.ran.record(_OPERATORS, batch if batch is not None or not self.own else lengths.numel() // len(self.own))
+        rows = batch if batch is not None or not self.own else lengths.numel() // len(self.own)
+        self.ran.record(_OPERATORS, rows, eager=not torch.compiler.is_compiling())
         out = embedding_bag_all_to_all(
             indices,
             None,

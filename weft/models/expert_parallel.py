@@ -118,7 +118,7 @@ class _Apart(nn.Module):
             (hidden_states,) = in_one_dtype(hidden_states, ())
             into, out = float8.of("into", weights[0], into), float8.of("out", weights[1], out)
             found = run_float8_experts_on_ranks(hidden_states, routing, top_k_weights, into, out, act, group, limits)
-        self.__dict__["_weft_ran"].record(_OPERATORS, routing.order.shape[0])
+        self.__dict__["_weft_ran"].record(_OPERATORS, routing.order.shape[0], eager=not torch.compiler.is_compiling())
         return found
 
 

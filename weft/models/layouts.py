@@ -6,7 +6,7 @@ torch's styles. A DTensor has its own layout and number of tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.compat.dtensors import spec_of
 from weft.models.linear import Tokens, as_dtensor
+from weft.models.parameters import as_whole, own_part
 
 Tensor = torch.Tensor
 
@@ -27,14 +29,20 @@ class Taken:
     mesh: DeviceMesh
     layout: Placement
     tokens: Tokens
+    ranks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", self.mesh.size())
 
     def __call__(self, x: Tensor) -> Tensor:
         dim = token_dim(self.layout, x)
-        if isinstance(x, DTensor):
+        if not isinstance(x, DTensor):
+            total = self.ranks * x.shape[dim]
+        elif not torch.compiler.is_compiling() and (spec := spec_of(x)).mesh is self.mesh and spec.placements == (self.layout,):
+            total, x = x.shape[dim], own_part(x)
+        else:
             x = x.redistribute(self.mesh, [self.layout])
             total, x = x.shape[dim], x.to_local()
-        else:
-            total = self.mesh.size() * x.shape[dim]
         self.tokens.dim, self.tokens.total = dim, total if isinstance(self.layout, Shard) else None
         return x
 
@@ -88,14 +96,28 @@ class RowsIn:
 
 @dataclass(frozen=True)
 class TokensOut:
-    """Makes a module's output, which is sharded by tokens, a DTensor."""
+    """Makes a module's output, which is sharded by tokens, a DTensor.
+
+    last: what the last output was, and the layout of its DTensor.
+    """
 
     mesh: DeviceMesh
     layout: Placement
     tokens: Tokens
+    last: dict[Any, Any] = field(default_factory=dict, compare=False)
 
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> DTensor:
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         dim, total = self.tokens.dim, self.tokens.total
+        if not (not torch.compiler.is_compiling() and out.is_contiguous()):
+            return self._whole(out, dim, total)
+        kind = out.shape, out.dtype, dim, total
+        spec = self.last.get(kind)
+        if spec is None:
+            self.last.clear()
+            spec = self.last[kind] = spec_of(self._whole(out, dim, total))
+        return as_whole(out, spec)
+
+    def _whole(self, out: Tensor, dim: int, total: int | None) -> DTensor:
         if total is None:
             return as_dtensor(out, self.mesh, Replicate(), out.shape)
         return as_dtensor(out, self.mesh, Shard(dim), (*out.shape[:dim], total, *out.shape[dim + 1 :]))

@@ -32,7 +32,6 @@ from math import prod
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -41,6 +40,7 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.core.problem import split
 from weft.models import quantised
 from weft.models.communicating import LayerCalls
+from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import ProductSettings, columns, ops_of_columns, ops_of_rows, rows
 from weft.models.quantised import QuantisedWeight, kind_of
 
@@ -89,7 +89,7 @@ class SharedInputLinears:
         total, dim = self.tokens.total, self.tokens.dim
         products = self._multiply(x, self.members, total)
         self._saved_products, self._input_is_gathered = dict(enumerate(products)), False
-        if total is None or get_process_group(self.members[0].weight).size() == 1:
+        if total is None or group_of(self.members[0], eager=not torch.compiler.is_compiling()).size() == 1:
             self._placeholder = x
         else:
             shape = [*x.shape[:dim], total, *x.shape[dim + 1 :]]
@@ -109,7 +109,7 @@ class SharedInputLinears:
         """
         if self._input_is_gathered:
             return self._multiply(x, [member], None)[0]
-        at = next(i for i, each in enumerate(self.members) if each is member)
+        at = self.members.index(member)
         if x is not self._placeholder or at not in self._saved_products:
             self._check_not_all_tokens(x)
             return self._multiply(x, [member], self.tokens.total)[0]
@@ -130,7 +130,7 @@ class SharedInputLinears:
         total = self.tokens.total
         if total is None or total != x.shape[self.tokens.dim]:
             return
-        group = get_process_group(self.members[0].weight)
+        group = group_of(self.members[0], eager=not torch.compiler.is_compiling())
         low, high = split(total, group.size())[group.rank()]
         if total != high - low:
             raise ValueError(
@@ -139,11 +139,12 @@ class SharedInputLinears:
             )
 
     def _multiply(self, x: Tensor, members: Sequence[ColumnLinear], total: int | None) -> list[Tensor]:
-        weights: list[Any] = [get_weight(member) for member in members]
-        biases = [None if member.bias is None else get_local_part(member.bias) for member in members]
+        eager = not torch.compiler.is_compiling()
+        weights: list[Any] = [get_weight(member, eager) for member in members]
+        biases = [get_bias(member, eager) for member in members]
         self.tokens.check()
-        group = get_process_group(members[0].weight)
-        self.ran.record(ops_of_columns(x, total), count_rows(x, self.tokens.dim, total))
+        group = group_of(members[0], eager=eager)
+        self.ran.record(ops_of_columns(x, total), count_rows(x, self.tokens.dim, total), eager=eager)
         multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
         return multiply(x, weights, biases, group, self.settings, dim=self.tokens.dim, total=total)
 
@@ -165,12 +166,12 @@ class RowLinear(nn.Linear):
     _weft_ran: LayerCalls
 
     def forward(self, input: Tensor) -> Tensor:
-        bias = None if self.bias is None else get_local_part(self.bias)
-        tokens, group = self._weft_tokens, get_process_group(self.weight)
+        eager, tokens = not torch.compiler.is_compiling(), self._weft_tokens
         tokens.check()
         scatter = tokens.total is not None
-        self._weft_ran.record(ops_of_rows(scatter), count_rows(input, 0, None))
-        weight: Any = get_weight(self)
+        weight: Any = get_weight(self, eager)
+        bias, group = get_bias(self, eager, summed=scatter), group_of(self, eager=eager)
+        self._weft_ran.record(ops_of_rows(scatter), count_rows(input, 0, None), eager=eager)
         multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
         return multiply(input, weight, bias, group, self._weft_settings, dim=tokens.dim, scatter=scatter)
 
@@ -198,27 +199,16 @@ def count_rows(x: Tensor, dim: int, total: int | None) -> int:
     return total * prod(x.shape[:dim]) * prod(x.shape[dim + 1 : -1])
 
 
-def get_local_part(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter."""
-    return cast(DTensor, parameter).to_local()
-
-
-def get_weight(linear: nn.Linear) -> Tensor | QuantisedWeight:
+def get_weight(linear: nn.Linear, eager: bool) -> Tensor | QuantisedWeight:
     """Return this rank's part of a sharded linear's weight, with its scales if it is FP8."""
-    weight, kind = get_local_part(linear.weight), linear.__dict__.get("_weft_kind")
-    return weight if kind is None else QuantisedWeight(weight, get_local_part(linear.get_parameter(kind.scales)), kind.recipe)
+    weight, kind = part_of(linear, "weight", eager=eager), linear.__dict__.get("_weft_kind")
+    return weight if kind is None else QuantisedWeight(weight, part_of(linear, kind.scales, eager=eager), kind.recipe)
 
 
-def get_process_group(parameter: Tensor) -> dist.ProcessGroup:
-    """Return the process group that shares a parameter. Raises ValueError if its mesh has further dimensions during the
-    call."""
-    mesh = cast(DTensor, parameter).device_mesh
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"a weight is on a mesh of {mesh.ndim} dimensions when its linear is called; apply fully_shard to the module "
-            "that has all linears that share an input (a decoder layer), not to a linear"
-        )
-    return mesh.get_group()
+def get_bias(linear: nn.Linear, eager: bool, *, summed: bool = False) -> Tensor | None:
+    """Return this rank's part of a sharded linear's bias. summed: sum its gradient over the ranks."""
+    has_none = "bias" in linear._parameters and linear._parameters["bias"] is None
+    return None if has_none else part_of(linear, "bias", eager=eager, summed=summed)
 
 
 def require_one_dimension(mesh: DeviceMesh) -> None:
@@ -321,6 +311,9 @@ def _shard_parameters(linear: nn.Linear, distribute: Distributor, weight: Placem
     linear.register_parameter("weight", distribute(linear.weight, weight))
     if linear.bias is not None:
         linear.register_parameter("bias", distribute(linear.bias, bias))
+    for name, parameter in linear._parameters.items():
+        if isinstance(parameter, DTensor):
+            keep_parts(linear, name, summed=parameter.placements == (Replicate(),))
 
 
 def why_not_linear(module: nn.Module, *, row: bool = False, ranks: int = 1) -> str:

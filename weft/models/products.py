@@ -8,7 +8,7 @@
     sharded       all_gather_matmul                                  matmul_reduce_scatter
     whole         matmul; its gradient by matmul_all_reduce          matmul_all_reduce
 
-Gradients of whole tensors are whole: the gradient of a bias that is added to this rank's tokens is summed over ranks.
+The gradient of a row-sharded linear's bias is this rank's part of it, if tokens are sharded. The caller sums it over ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from weft.core.problem import Op
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.column_parallel import column_parallel_linears
 from weft.ops.common import choose_backward_schedule
-from weft.ops.replicated import with_summed_gradient
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.runtime.choose import MODES
 
@@ -56,7 +55,7 @@ class ProductSettings:
 
     def of(self, op: Op) -> str:
         """Return the schedule for an operator."""
-        return choose_backward_schedule(self.schedule, op)
+        return self.schedule if self.schedule in MODES else choose_backward_schedule(self.schedule, op)
 
 
 def columns(
@@ -104,10 +103,7 @@ def rows(
             out = matmul_all_reduce(matrix, weight.t(), group, schedule=settings.of("matmul_all_reduce"), bias=bias)
             return out[0] if x.dim() == 1 else out
         out = matmul_reduce_scatter(x, weight.t(), group, schedule=settings.of("matmul_reduce_scatter"), scatter_dim=dim)
-    if bias is None:
-        return out
-    bias = bias.to(out.dtype)
-    return out + (with_summed_gradient(bias, group.group_name) if scatter else bias)
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def _columns(

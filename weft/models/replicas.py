@@ -9,7 +9,7 @@ plain tensors.
 A rank that computes a part has a part of the gradient:
 
     input of the module               `part` says     gradient
-    this rank's tokens, or heads      True            summed over ranks when the backward pass reaches it
+    this rank's tokens, or heads      True            summed over ranks (parameters.py)
     all of them, on every rank        False           already whole
 """
 
@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from weft.models.linear import Distributor, get_local_part, get_process_group
-from weft.ops.replicated import with_summed_gradient
+from weft.models.linear import Distributor
+from weft.models.parameters import keep_parts, part_of
 
 Part = Callable[[], bool]
 
@@ -52,9 +52,9 @@ class ParameterReaders:
     def __reduce__(self) -> tuple[type[ParameterReaders], tuple[()]]:
         return ParameterReaders, ()
 
-    def running(self) -> bool:
-        """Return whether this thread is in a forward of the region."""
-        return self._traced if torch.compiler.is_compiling() else self._depth.count > 0
+    def running(self, *, eager: bool) -> bool:
+        """Return whether this thread is in a forward of the region. eager: torch does not compile the call."""
+        return self._depth.count > 0 if eager else self._traced
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a forward of the region. After a graph break, a forward that is not traced may call one that is."""
@@ -96,6 +96,7 @@ def replicate_alone(
     for name in plain:
         module.register_parameter(name, distribute(module.get_parameter(name), placement))
     if plain:
+        keep_parts(module, *plain, summed=part is not never)
         module.__class__ = _reading_locals(class_of(module), plain)
         module.__dict__["_weft_part"] = part
         module.__dict__["_weft_region"] = region or ParameterReaders()
@@ -131,7 +132,8 @@ def _read_by_others(cls: type[Any]) -> type[Any]:
 
     def weight(self: Any) -> torch.Tensor:
         parameter: Any = self._parameters["weight"]
-        if self._weft_readers.running() and not self._weft_region.running():
+        eager = not torch.compiler.is_compiling()
+        if self._weft_readers.running(eager=eager) and not self._weft_region.running(eager=eager):
             return cast(torch.Tensor, parameter.full_tensor())
         return cast(torch.Tensor, parameter)
 
@@ -203,9 +205,9 @@ def _local_parameter(name: str) -> property:
         if name not in module._parameters:  # a parametrization may have replaced it
             raise AttributeError(f"{type(module).__name__} has no parameter {name}")
         parameter: torch.Tensor = module._parameters[name]
-        if not module._weft_region.running() or not isinstance(parameter, DTensor):
+        eager = not torch.compiler.is_compiling()
+        if not module._weft_region.running(eager=eager) or not isinstance(parameter, DTensor):
             return parameter
-        mine = get_local_part(parameter)
-        return with_summed_gradient(mine, get_process_group(parameter).group_name) if module._weft_part() else mine
+        return part_of(module, name, eager=eager, summed=module._weft_part())
 
     return property(read)

@@ -45,12 +45,12 @@ from weft.models.linear import (
     InputHook,
     SharedInputLinears,
     Tokens,
-    get_process_group,
     make_column_linears,
     make_row_linear,
     require_one_dimension,
     why_not_linear,
 )
+from weft.models.parameters import get_process_group
 from weft.models.products import ProductSettings
 from weft.models.replicas import always, replicate
 

@@ -1,7 +1,8 @@
 """These functions are for tensors that are replicated on all ranks, of which each rank uses, or computes, a part.
 
-    with_summed_gradient(x)    x                     backward: the sum of all ranks' gradients
-    _AllReduce                 the sum of all x      backward: the gradient, unchanged
+    with_summed_gradient(x)      x                     backward: the sum of all ranks' gradients
+    with_summed_gradients(xs)    each x                backward: the same for several tensors, in one collective
+    _AllReduce                   the sum of all x      backward: the gradient, unchanged
 
 Megatron-LM calls these "copy to" and "reduce from" the tensor-parallel region. Each is the backward of the other, so gradients
 can be differentiated any number of times.
@@ -9,6 +10,7 @@ can be differentiated any number of times.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +33,19 @@ def with_summed_gradient(x: Tensor, group: str) -> Tensor:
     return found
 
 
+def with_summed_gradients(xs: Sequence[Tensor], group: str, arrived: Callable[[list[bool]], None]) -> tuple[Tensor, ...]:
+    """Return the tensors, with their gradients summed over the group by one all-reduce for each dtype. Not for torch.compile.
+
+    A backward pass sums when it has computed the gradients of all results. A result without a gradient stays without one. The
+    results may be used in several forward passes, because their node saves no tensors.
+
+    xs: tensors that require gradients.
+    arrived: called in each backward pass with, for each tensor, whether it has a gradient.
+    """
+    found: tuple[Tensor, ...] = _Identities.apply(group, arrived, *xs)  # type: ignore[no-untyped-call]
+    return found
+
+
 def with_summed_double_gradient(grad: Tensor, group: str) -> Tensor:
     """Do as with_summed_gradient, for a gradient that a backward receives.
 
@@ -50,9 +65,30 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _AllReduce.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
-        return all_reduced(grads[0], ctx.group), None
+        if torch.compiler.is_compiling():
+            return all_reduced(grads[0], ctx.group), None
+        return _summed(grads[0], ctx.group), None
+
+
+class _Identities(torch.autograd.Function):
+    # With setup_context, each call would bind its arguments to a signature, which takes longer than all the rest.
+    @staticmethod
+    def forward(ctx: Any, group: str, arrived: Callable[[list[bool]], None], *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.group, ctx.arrived = group, arrived
+        ctx.set_materialize_grads(False)
+        # A view would get a new grad_fn after each step of an optimizer, which changes its base.
+        return tuple([x.detach() for x in xs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        ctx.arrived([grad is not None for grad in grads])
+        found = list(grads)
+        for dtype in dict.fromkeys(grad.dtype for grad in grads if grad is not None):
+            these = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.dtype == dtype]
+            total = _summed(torch.cat([grad.reshape(-1) for _, grad in these]), ctx.group)
+            for (i, grad), part in zip(these, torch.split(total, [grad.numel() for _, grad in these]), strict=True):
+                found[i] = part.view(grad.shape)
+        return None, None, *found
 
 
 class _AllReduce(torch.autograd.Function):
@@ -67,3 +103,10 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return with_summed_double_gradient(grads[0], ctx.group), None
+
+
+def _summed(x: Tensor, group: str) -> Tensor:
+    if not torch.is_grad_enabled():
+        return all_reduced(x, group)
+    found: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
+    return found
