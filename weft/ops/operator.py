@@ -121,7 +121,8 @@ class Operator:
         if known is not None and known.group() not in LIVING_GROUPS:
             known = None
         if known is not None and known.bound is not None and (made := known.bound(flat)) is not None:
-            return made[known.picks[0]] if self.single else [made[pick] for pick in known.picks], known.bound, ()
+            results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
+            return results, None if bind_to is None else known.bound.of_tensors(flat, bind_to), known.picks
         call: Call = self._run(*arguments)
         agreed, outputs = GROUPS.make_call(call.group, call)
         results = call.results_of(outputs)

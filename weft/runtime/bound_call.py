@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -171,6 +172,19 @@ class BoundCall:
         self._alarm = program.rank_group.load_alarm()
         self._memory_at, self._attribute = program.driver.memory_number
         self._uses, self._what, self._describe = program.replay_uses, program.title, program.describe_call
+
+    def of_tensors(self, mine: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> BoundCall | None:
+        """Return a BoundCall like this one that takes other tensors, or None if they do not include those that it reads.
+
+        mine, others: the tensors of one call, as this BoundCall and as the other one takes them.
+        """
+        numbers = {tensor.data_ptr(): number for number, tensor in enumerate(others)}
+        addresses = [mine[place].data_ptr() for place in self._places]
+        if len(numbers) < len(others) or not numbers.keys() >= set(addresses):
+            return None
+        made = copy(self)
+        made._places = tuple([numbers[address] for address in addresses])
+        return made
 
     def makes(self, known: KnownCall) -> bool:
         """Return whether this makes the calls on which the ranks have agreed. It does not after its program was closed."""
