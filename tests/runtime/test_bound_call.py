@@ -51,6 +51,7 @@ class Warm:
             rank_group=self.rank_group,
             driver=resources.driver,
             replays=replays,
+            uses=(self.memory,),
             replay_uses=(self.memory,),
             title="the program",
             describe_call=lambda: "a flag",

@@ -538,7 +538,7 @@ def test_lanes_are_joined_whatever_is_raised_between(ranks: Ranks, at: str) -> N
                 raise KeyError(at)
 
     runs = [(lane, [Raises(lane.kind)], False) for lane in lanes]
-    program._plan = lambda bindings: SimpleNamespace(batches=runs)
+    program.plan_of = lambda bindings: SimpleNamespace(batches=runs)
     with pytest.raises(KeyError, match=at):
         program._issue(None)
     forks = [(stream.cuda_stream, STREAM) for stream in streams.values()]
@@ -555,7 +555,7 @@ def test_signals_aside_follow_what_came_before_and_are_joined(ranks: Ranks) -> N
     where: Any = SimpleNamespace(lane="compute")
     items = [FlagOperations(where=where, words=(), aside=aside, submitter=program.streams) for aside in (False, True)]
     runs = [(SimpleNamespace(name="compute", kind="compute"), items, False)]
-    program._plan = lambda bindings: SimpleNamespace(batches=runs)
+    program.plan_of = lambda bindings: SimpleNamespace(batches=runs)
     program._issue(None)
     assert issued == [(True, STREAM), (False, side.cuda_stream)]
     assert ranks.resources.driver.log == [("after", side.cuda_stream, STREAM), ("after", STREAM, side.cuda_stream)]

@@ -261,7 +261,7 @@ def all_to_all_matmul(
     max_rows: int | None = None,
     return_received: bool = False,
     **scales: Unpack[ScaleAndBias],
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+) -> Any:
     """Compute all_to_all(a) @ b, and overlap the exchange with the matmul.
 
     Replaces
@@ -332,8 +332,8 @@ def all_to_all_matmul(
         flat = as_matrix(a)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
         return after(scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes))
-    options = (name, rank, world_size, unit, spec, return_received)
-    return Request(_all_to_all_matmul, (a, b), options, group, None if len(shape) == 2 else _make_matrix, after)
+    of_call = (name, rank, world_size, unit, spec, return_received)
+    return Request(_all_to_all_matmul, (a, b), of_call, group, None if len(shape) == 2 else _make_matrix, after)
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> MatmulCall:

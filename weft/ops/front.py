@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from weft.ops.common import publish_error_instead
 from weft.ops.operator import Operator, flatten, unflatten
 from weft.runtime.bound_call import Remembered, identify
 from weft.runtime.groups import GROUPS
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Request(NamedTuple):
@@ -56,7 +58,7 @@ class Request(NamedTuple):
         return results if self.after is None else self.after(results)
 
 
-def public(function: Callable[..., Any]) -> Callable[..., Any]:
+def public(function: F) -> F:
     """Decorate a public operator, which all ranks of its argument `group` call. It returns a Request, or its result.
 
     If it raises on this rank, peers that wait for this rank in the call get the error, and do not wait until the bound.
@@ -88,7 +90,7 @@ def public(function: Callable[..., Any]) -> Callable[..., Any]:
                 publish_error_instead(signature.bind(*arguments, **options).arguments.get("group"), error)
             raise
 
-    return call
+    return cast(F, call)
 
 
 def _run(

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -205,7 +205,7 @@ class BoundProgram(ABC):
         """Return a context in which kernels may be loaded."""
         return self._resources.loading()
 
-    def _plan(self, bindings: Bindings) -> LaunchPlan:
+    def plan_of(self, bindings: Bindings) -> LaunchPlan:
         """Return the launch plan for a call. The strides and alignments of its tensors decide which steps run as kernels."""
         kernel_steps = frozenset([place for place, kernel in self.kernels.items() if kernel.runs(bindings)])
         if kernel_steps not in self._plans:
@@ -350,6 +350,14 @@ class BoundProgram(ABC):
                 if rank != self.rank:
                     bindings.bind(name, rank, tensor)
         return bindings
+
+    def place_of(self, bindings: Bindings, name: str) -> tuple[dict[Any, Any], Any]:
+        """Return the part of the bindings, and the key, that hold the caller's tensors of this name."""
+        if name in self.schedule.buffer:
+            return bindings.tensors, (name, self.rank)
+        if name in self._scale_names:
+            return bindings.scales, (self._scale_names[name], self.rank)
+        return bindings.loose, name
 
     def own_bindings(self) -> Bindings:
         """Return the bindings of all buffers except the caller's tensors."""

@@ -30,11 +30,13 @@ from weft.compat.streams import capturing, raw_stream, replay_graph
 from weft.compat.thread_state import thread_state
 from weft.core.schedule import Schedule
 from weft.runtime.bound import Outputs
+from weft.runtime.calls import PLAIN as PLAIN_MODE
 from weft.runtime.calls import Call
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.order import MOST_IN_FLIGHT, PendingCall
 from weft.runtime.programs import KnownCall
 from weft.runtime.replay import addresses_of
+from weft.runtime.straight import Straight, can_go_straight, is_aligned
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of ordinary tensors. Other tensors need torch's dispatcher."""
@@ -151,27 +153,39 @@ class BoundCall:
         "_graphs",
         "_group",
         "_index",
+        "_layout",
         "_memory_at",
         "_number",
         "_order",
         "_outputs",
         "_places",
         "_program",
+        "_replay_uses",
         "_replays",
+        "_straight",
         "_uses",
         "_what",
     )
 
-    def __init__(self, program: CudaProgram, number: int, places: tuple[int, ...], layout: Any, outputs: list[Output]) -> None:
+    def __init__(
+        self,
+        program: CudaProgram,
+        number: int,
+        places: tuple[int, ...],
+        layout: tuple[object, ...],
+        outputs: list[Output],
+        straight: Straight | None = None,
+    ) -> None:
         resources = program.resources
-        assert program.replays is not None, "calls of this program are not replayed"
         self._program, self._number, self._places, self._outputs = program, number, places, outputs
         self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
         self._device, self._index = resources.device, resources.index
-        self._replays, self._graphs = program.replays, program.replays.of_layout(layout)
+        self._layout, self._replays, self._straight = layout, program.replays, straight
+        self._graphs = {} if program.replays is None else program.replays.of_layout(layout)
         self._alarm = program.rank_group.load_alarm()
         self._memory_at, self._attribute = program.driver.memory_number
-        self._uses, self._what, self._describe = program.replay_uses, program.title, program.describe_call
+        self._uses, self._replay_uses = program.uses, program.replay_uses
+        self._what, self._describe = program.title, program.describe_call
 
     def of_tensors(self, mine: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> BoundCall | None:
         """Return a BoundCall like this one that takes other tensors, or None if they do not include those that it reads.
@@ -213,12 +227,16 @@ class BoundCall:
                     out = torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
                     outputs.append(out)
                     key.append(out.data_ptr())
-            captured = self._graphs.get(tuple(key))
-            if captured is None:
+            identity = tuple(key)
+            captured = self._graphs.get(identity)
+            if captured is not None:
+                for address, number in captured.memory:
+                    if self._memory_at(self._attribute, address)[1] != number:
+                        return None
+            elif self._straight is None or not is_aligned(identity):
                 return None
-            for address, number in captured.memory:
-                if self._memory_at(self._attribute, address)[1] != number:
-                    return None
+            elif self._replays is not None and self._replays.wants(self._layout, identity):
+                return None  # the slow path captures the call
             if not order.lock.acquire(False):
                 return None
             try:
@@ -230,20 +248,30 @@ class BoundCall:
                     if kind.floats:
                         results.append((reference_of(out.untyped_storage()), out.data_ptr(), out.nbytes))
                 call.results = results
-                order.begin(call, self._calls, self._uses)
+                order.begin(call, self._calls, self._uses if captured is None else self._replay_uses)
                 try:
-                    replay_graph(captured.graph)
+                    if captured is not None:
+                        replay_graph(captured.graph)
+                    else:
+                        self._issue(tensors, outputs, call.stream)
                 finally:
                     order.end(call)
             finally:
                 order.lock.release()
+            if captured is not None and self._replays is not None:
+                self._replays.earn()
             self._program.last_used = group.calls
-            self._replays.earn()
             if self._alarm():
                 group.check_peers()
             return outputs
         finally:
             group.lock.release()
+
+    def _issue(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], stream: int) -> None:
+        assert self._straight is not None
+        # The call was made in whatever mode the caller is in.
+        with PLAIN_MODE:
+            self._straight.issue([*map(tensors.__getitem__, self._places), *outputs], stream)
 
 
 def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch.Tensor]) -> BoundCall | None:
@@ -254,7 +282,7 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     tensors: those by which a BoundCall is called. The program must read and write their memory, and not that of copies.
     """
     program = known.program
-    if not isinstance(program, CudaProgram) or program.replays is None:
+    if not isinstance(program, CudaProgram) or (program.replays is None and not can_go_straight(program)):
         return None
     if known.rows or known.empty or call.spans is not None or call.reached:
         return None
@@ -268,4 +296,9 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
         return None
     made = [one for some in outputs.values() for one in some] if call.outputs is None else []
     kinds = [Output(one.shape, one.dtype, one.is_floating_point()) for one in made]
-    return BoundCall(program, known.number, tuple(places), program.replays.layout(inputs, outputs), kinds)
+    given = outputs if call.outputs is None else call.outputs
+    straight = None
+    if can_go_straight(program) and is_aligned(addresses_of(inputs, given)):
+        straight = Straight(program, inputs, given)
+    layout = () if program.replays is None else program.replays.layout(inputs, given)
+    return BoundCall(program, known.number, tuple(places), layout, kinds, straight)

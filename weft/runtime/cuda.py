@@ -89,6 +89,7 @@ class CudaProgram(BoundProgram):
     memory: stands for the program's memory and flags in the order of calls.
     uses: what its calls use one after the other.
     replays: its graphs. None if its calls cannot be replayed.
+    allocates: the bytes that torch allocates for temporaries of a call.
     """
 
     title = ""
@@ -127,7 +128,7 @@ class CudaProgram(BoundProgram):
         alone = isinstance(schedule.problem, CollectiveProblem)
         without_kernels = frozenset(lane.name for lane in lanes if lane.kind in ("copy", "network") or alone)
         self._rehearsing = self._rehearsed = self._loading = False
-        self._loaded, self._allocates = set[Hashable](), 0
+        self._loaded, self.allocates = set[Hashable](), 0
         self._timer: CallTimer | None = None
         self.streams = LaneStreams(resources, lanes, without_kernels)
         resources.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
@@ -347,11 +348,11 @@ class CudaProgram(BoundProgram):
             self.resources.order.capture(stream, self.rank_group, self.uses, lambda: self._issue(bindings))
             return
         if not self.streams:  # one lane waits for nothing that is enqueued later, so it may allocate and load meanwhile
-            self._plan(bindings)
+            self.plan_of(bindings)
             self._enqueue(bindings, self._invalid(outputs))
             return
         self._load(bindings, self._layout_of(inputs, outputs))
-        self._enqueue(bindings, self._invalid(outputs), allocates=self._allocates)
+        self._enqueue(bindings, self._invalid(outputs), allocates=self.allocates)
 
     def _enqueue(self, work: Bindings | torch.cuda.CUDAGraph, outputs: Outputs, *, allocates: int = 0) -> None:
         """Enqueue a call on the caller's stream, after the last call of this program, and have it watched.
@@ -390,7 +391,7 @@ class CudaProgram(BoundProgram):
         The compute lane uses the caller's stream. The streams of the other lanes are forked from it first, and joined to it at
         the end, even if an error is raised.
         """
-        caller, plan, timer = self.resources.current_stream(), self._plan(bindings), self._timer
+        caller, plan, timer = self.resources.current_stream(), self.plan_of(bindings), self._timer
         call = self._call(bindings)
         try:
             self.streams.fork(caller)
@@ -425,11 +426,11 @@ class CudaProgram(BoundProgram):
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         with self.resources.order.alone(self.rank_group):
             self.resources.captures.prepare()
-            self._plan(bindings)  # which lookups load for
+            self.plan_of(bindings)  # which lookups load for
         spans, self.spans, self._rehearsing = self.spans, None, True
         before = self.resources.allocated()
         self._enqueue(bindings, {})
-        self._allocates = self.resources.allocated() - before
+        self.allocates = self.resources.allocated() - before
         self.spans, self._rehearsing, self._rehearsed = spans, False, True
         self.resources.settle()
 
@@ -451,7 +452,7 @@ class CudaProgram(BoundProgram):
                 self.resources.captures.record(lambda: self._issue(bindings), loads=True)
             finally:
                 self.spans, self._loading = spans, False
-        self._allocates = max(self._allocates, self.resources.allocated() - before)
+        self.allocates = max(self.allocates, self.resources.allocated() - before)
         if len(self._loaded) == _LAYOUTS:
             self._loaded.clear()
         self._loaded.add(layout)
@@ -463,7 +464,7 @@ class CudaProgram(BoundProgram):
 
     def _prepare_tables(self, bindings: Bindings) -> None:
         """Make the tables that a call's kernels read. They are copied to the GPU, which is impossible in a capture."""
-        plan = self._plan(bindings)
+        plan = self.plan_of(bindings)
         for kernel in self.kernels.values():
             if kernel.runs(bindings):
                 kernel.lay_out(bindings)

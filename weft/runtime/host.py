@@ -301,7 +301,7 @@ class HostProgram(BoundProgram):
             self.words[self.rank].store(slot, 0)
         bindings = self.bind(inputs, outputs)
         plan, call = (
-            self._plan(bindings),
+            self.plan_of(bindings),
             IssuedCall(
                 bindings=bindings, on_kernel_done=self._raise_if_late, matmuls=dict.fromkeys(self._lane_names, self.multiply)
             ),

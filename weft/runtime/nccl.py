@@ -7,6 +7,9 @@ never end. When they are faster than plain ones, so is `sequential_stores`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 
@@ -24,6 +27,19 @@ class NcclCollective:
         self._longest = shards[0][1] - shards[0][0]
         self._even = all(high - low == self._longest for low, high in shards)
         self._flat = FlatCollectives(group, dist.ReduceOp.SUM if step.divide_by == 1 else dist.ReduceOp.AVG)
+
+    @cached_property
+    def whole(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
+        """The function (src, dst) that enqueues the collective on contiguous matrices of equal parts, without any check. None
+        for exchanges and unequal parts."""
+        flat = self._flat
+        if self._step.op == "all_reduce":
+            return lambda src, dst: (None if src is dst else dst.copy_(src), flat.all_reduce(dst))[1]
+        if not self._even:
+            return None
+        if self._step.op == "all_gather":
+            return lambda src, dst: flat.all_gather(dst, src)
+        return (lambda src, dst: flat.reduce_scatter(dst, src)) if self._step.op == "reduce_scatter" else None
 
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Enqueue the collective on torch's current stream."""

@@ -22,7 +22,7 @@ import statistics
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -153,6 +153,22 @@ class Products:
             return
         stream = raw_stream(self._index)
         chosen.product.run(chosen.algorithm, a, b, out, self._workspace, stream)
+
+    def prepare(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]:
+        """Return a function that computes out = a @ b as `multiply` does, for aligned tensors with the layouts of these.
+
+        It is valid as long as torch's settings are (`settings`), and runs on torch's current stream and device.
+        """
+        if a.dtype != out.dtype:
+            return partial(self.multiply, accumulate=False, times=False)
+        key = (self._index, False, a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), out.stride(0))
+        chosen = None if self._library is None or needs_torch(a.dtype) else self._chosen.get(key)
+        if chosen is None or chosen.product is None or chosen.algorithm is None:
+            return lambda a, b, out: torch.mm(a, b, out=out)
+        run, algorithm, workspace, index = chosen.product.run, chosen.algorithm, self._workspace, self._index
+        return lambda a, b, out: run(algorithm, a, b, out, workspace, raw_stream(index))
 
     def _choose(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> _Chosen:
         flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]

@@ -210,6 +210,10 @@ class Replays:
             self.credit -= 1
         return captured
 
+    def wants(self, layout: tuple[object, ...], addresses: Addresses) -> bool:
+        """Return whether `find` should capture a call with these addresses now, and record that they have occurred."""
+        return not self._full and self._has_occurred((layout, addresses)) and self.credit >= 1
+
     def _has_occurred(self, key: tuple[Any, ...]) -> bool:
         """Return whether this layout and these addresses have occurred before, and record them."""
         if key in self._seen:
