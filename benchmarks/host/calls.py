@@ -261,6 +261,8 @@ def _measure_variant(
 
     def check(name: str, feed: Feed) -> None:
         feed()
+        if arguments.device == "cuda":
+            torch.cuda.synchronize()  # the call may have run on another stream
         if name != MATMUL:
             differences[name] = difference(feed.results[-1], expected)
             check_differences({"result": differences[name]})

@@ -33,8 +33,11 @@ from weft.runtime.products import settings
 
 Addresses = tuple[int, ...]
 """The addresses of the tensors of a call: of its inputs, and then of its outputs."""
-_MAX_GRAPHS = 256
-"""A program remembers this many sets of addresses: as many as a model has layers of the same shape."""
+Key = tuple[tuple[object, ...], Addresses]
+"""The layout of a call and its addresses."""
+_MAX_SETS = 256
+"""A program keeps this many graphs, and remembers as many sets of addresses without one: as many as a model has layers of the
+same shape."""
 _FIRST_CREDIT, _EARNED, _MOST_CREDIT = 8.0, 0.5, 16.0
 """The captures for which a program has credit at first, how many captures a replay earns, and the most credit."""
 _KERNELS_ALONE = ("b", "tables")
@@ -152,18 +155,20 @@ class Replays:
     ) -> None:
         self._captures, self._enqueue, self._driver, self._dtype = captures, enqueue, driver, dtype
         self._by_layout: dict[tuple[object, ...], dict[Addresses, CapturedCall]] = {}
-        self._seen: OrderedDict[tuple[object, ...], None] = OrderedDict()
-        """The layouts and addresses that have occurred, the least recently used first."""
+        self._seen: OrderedDict[Key, None] = OrderedDict()
+        self._captured: OrderedDict[Key, None] = OrderedDict()
+        """The layouts and addresses that have occurred and have no graph, and those that have one, the oldest first."""
         self._full, self.credit = False, _FIRST_CREDIT
 
     @cached_property
-    def _pool(self) -> Any:
-        """The memory pool of all graphs, for temporaries of calls. It is freed with the last graph.
+    def _pool(self) -> torch.cuda.MemPool | None:
+        """The memory pool of all graphs, for temporaries of calls.
 
         The graphs are replayed one after the other and no temporary outlives its call, so they can share it. A pool for each of
-        256 graphs would hold 20 MiB or more each.
+        256 graphs would hold 20 MiB or more each. It is held here, because torch refuses to capture into a pool whose graphs
+        are all gone.
         """
-        return torch.cuda.graph_pool_handle()
+        return private_pool()
 
     def layout(self, inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
         """Return what a graph depends on besides addresses, and what the schedule does not fix.
@@ -206,7 +211,7 @@ class Replays:
         if captured is None:
             graphs.pop(addresses, None)
         else:
-            graphs[addresses] = captured
+            self._keep((layout, addresses), captured)
             self.credit -= 1
         return captured
 
@@ -214,16 +219,24 @@ class Replays:
         """Return whether `find` should capture a call with these addresses now, and record that they have occurred."""
         return not self._full and self._has_occurred((layout, addresses)) and self.credit >= 1
 
-    def _has_occurred(self, key: tuple[Any, ...]) -> bool:
+    def _has_occurred(self, key: Key) -> bool:
         """Return whether this layout and these addresses have occurred before, and record them."""
-        if key in self._seen:
-            self._seen.move_to_end(key)
+        if key in self._seen or key in self._captured:
             return True
         self._seen[key] = None
-        if len(self._seen) > _MAX_GRAPHS:
-            layout, addresses = self._seen.popitem(last=False)[0]
-            self.of_layout(layout).pop(addresses, None)  # type: ignore[arg-type]
+        if len(self._seen) > _MAX_SETS:
+            self._seen.popitem(last=False)
         return False
+
+    def _keep(self, key: Key, captured: CapturedCall) -> None:
+        """Keep a graph, and drop the oldest one if there are too many."""
+        self._seen.pop(key, None)
+        self._captured.pop(key, None)
+        self._captured[key] = None
+        self.of_layout(key[0])[key[1]] = captured
+        if len(self._captured) > _MAX_SETS:
+            layout, addresses = self._captured.popitem(last=False)[0]
+            self.of_layout(layout).pop(addresses, None)
 
     def is_valid(self, captured: CapturedCall) -> bool:
         """Return whether the memory that the graph's copies refer to is still the same."""
@@ -244,7 +257,8 @@ class Replays:
                 return None
             memory += behind
         try:
-            return CapturedCall(self._captures.record(lambda: self._enqueue(inputs, outputs), pool=self._pool), tuple(memory))
+            pool = None if self._pool is None else self._pool.id
+            return CapturedCall(self._captures.record(lambda: self._enqueue(inputs, outputs), pool=pool), tuple(memory))
         except torch.OutOfMemoryError as error:
             self._full = True
             warn_once(
@@ -258,6 +272,9 @@ class Replays:
             graphs.clear()
         self._by_layout.clear()
         self._seen.clear()
+        self._captured.clear()
+        # CUDA may refuse to free the pool in a garbage collection while a stream is captured.
+        self.__dict__.pop("_pool", None)
 
 
 def addresses_of(inputs: Inputs, outputs: Outputs) -> Addresses:

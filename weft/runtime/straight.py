@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.compat.cublaslt import ALIGN_BYTES
 from weft.compat.graph_trees import outside_graph_trees
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Collective, Gemm, Region
 from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.launches import IssuedCall, Launch, TorchLaunch
-from weft.runtime.products import ALIGN_BYTES
 
 if TYPE_CHECKING:
     from weft.runtime.cuda import CudaProgram
