@@ -326,8 +326,8 @@ def matmul_reduce_scatter(
         return as_tensor(out, high - low, shape, dim)
     after = None if len(shape) == 2 else partial(as_tensor, entries=high - low, like=shape, dim=dim)
     options = (name, rank, world_size, unit, spec, op)
-    request: Any = Request(_matmul_reduce_scatter, (a, b), options, group, _make_matrix(dim, a), after)
-    return request  # `public` runs it
+    request = Request(_matmul_reduce_scatter, (a, b), options, group, _make_matrix(dim, a), after)
+    return cast(torch.Tensor, request)  # `public` runs it
 
 
 class _Scatter(NamedTuple):
