@@ -6,11 +6,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from call_walk import walked_when_warm
 from single_process_ranks import FakeResources, rank_groups, resources_of
 
 import weft
@@ -30,6 +32,7 @@ from weft.schedules import build
 
 STREAM, NUMBER = 3, 7
 _MOST_FRAMES = 8
+_PACKAGE = Path(weft.__file__).parent
 
 
 class Group:
@@ -175,13 +178,14 @@ def test_a_warm_call_on_another_stream_comes_after_the_last_one(warm: Warm) -> N
     assert warm.resources.driver.log == [("wait", STREAM + 1, first.done)]
 
 
-def _frames(work: Callable[[], object]) -> list[str]:
-    """The frames of weft's Python functions that run."""
-    seen: list[str] = []
+def _frames(work: Callable[[], object]) -> list[tuple[str, str]]:
+    """(file, function) of weft's Python functions that run."""
+    seen: list[tuple[str, str]] = []
 
     def note(frame: Any, event: str, _: object) -> None:
-        if event == "call" and "/weft/" in frame.f_code.co_filename:
-            seen.append(frame.f_code.co_qualname)
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(_PACKAGE):
+            seen.append((path.relative_to(_PACKAGE).as_posix(), frame.f_code.co_qualname))
 
     sys.setprofile(note)
     try:
@@ -221,7 +225,9 @@ def test_a_warm_call_takes_few_frames(warm: Warm, monkeypatch: pytest.MonkeyPatc
     found: list[torch.Tensor] = []
     frames = _frames(lambda: found.append(weft.all_gather_matmul(warm.a, warm.b)))
     assert found == [warm.out]
-    assert len([frame for frame in frames if "<lambda>" not in frame]) <= _MOST_FRAMES, frames
+    assert len(frames) <= _MOST_FRAMES, frames
+    named = [(file, name.partition(".<locals>")[0]) for file, name in frames if not name.endswith("<listcomp>")]
+    assert named == walked_when_warm()
     assert group
 
 
