@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,18 +206,6 @@ def test_a_trace_and_a_batch_of_gradients_are_seen() -> None:
     assert seen[-1]
 
 
-@contextmanager
-def _switched(name: str) -> Iterator[None]:
-    """Within this, a setting of torch's matmuls is the other way."""
-    settings: Any = torch.backends.cuda.matmul
-    before = getattr(settings, name)
-    setattr(settings, name, not before)
-    try:
-        yield
-    finally:
-        setattr(settings, name, before)
-
-
 def test_what_an_eager_call_depends_on_is_read_in_one_frame() -> None:
     """It is what several functions of weft.compat and torch say."""
     found = thread_state(torch.float32)
@@ -240,21 +226,26 @@ def test_what_an_eager_call_depends_on_is_read_in_one_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "values"),
     [
-        "allow_tf32",
-        "allow_bf16_reduced_precision_reduction",
-        "allow_fp16_reduced_precision_reduction",
-        "allow_fp16_accumulation",
+        ("fp32_precision", ("ieee", "tf32")),
+        ("allow_bf16_reduced_precision_reduction", (False, True)),
+        ("allow_fp16_reduced_precision_reduction", (False, True)),
+        ("allow_fp16_accumulation", (True, False)),
     ],
 )
-def test_how_matmuls_run_is_a_part_of_what_a_call_depends_on(name: str) -> None:
+def test_how_matmuls_run_is_a_part_of_what_a_call_depends_on(name: str, values: tuple[object, object]) -> None:
     dtype = torch.bfloat16 if "bf16" in name else torch.float16
-    before, settings = thread_state(dtype), matmul_settings(dtype)
-    with _switched(name):
-        assert thread_state(dtype) != before
-        assert matmul_settings(dtype) != settings
-    assert thread_state(dtype) == before
+    settings: Any = torch.backends.cuda.matmul
+    before, found = getattr(settings, name), []
+    try:
+        for value in values:
+            setattr(settings, name, value)
+            found.append((thread_state(dtype), matmul_settings(dtype)))
+    finally:
+        setattr(settings, name, before)
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
 
 
 def test_the_environment_is_read_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
