@@ -55,10 +55,10 @@ class Program:
             operations = FlagOperations(where=where, words=(), submitter=submitter)
             return SimpleNamespace(batches=[SimpleNamespace(launches=[operations, "kernel"])])
 
-        nothing |= {"_plan": plan, "_issue": self._enqueued}
+        nothing |= {"plan_of": plan, "_issue": self._enqueued}
         nothing |= {"kernels": {at: self._kernel(at) for at in range(2)}}
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
-        nothing |= {"_enqueue": self._submitted, "_allocates": 0, "_invalidated": (), "resources": resources}
+        nothing |= {"_enqueue": self._submitted, "allocates": 0, "_invalidated": (), "resources": resources}
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program

@@ -96,16 +96,16 @@ class Calls:
         return None if captured is None else captured.graph
 
 
-def pool_handle() -> object:
-    """Of a pool of torch's allocator: a value, another one each time."""
-    return next(POOLS), 0
+def private_pool() -> Any:
+    """What stands for a pool of torch's allocator. Each has another handle."""
+    return SimpleNamespace(id=(next(POOLS), 0))
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     memory = Memory()
     monkeypatch.setattr(driver_module, "driver_api", lambda: memory)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", pool_handle)
+    monkeypatch.setattr(replay, "private_pool", private_pool)
     return Calls(memory)
 
 
@@ -238,7 +238,7 @@ def test_graphs_that_are_replayed_outlive_addresses_that_do_not_come_again(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A warm call takes its graph without a search by Replays, so the order of their last use is not known."""
-    monkeypatch.setattr(replay, "_MAX_GRAPHS", 16)
+    monkeypatch.setattr(replay, "_MAX_SETS", 16)
     layers = Layers(calls.memory, 100)
     for _ in range(2):
         for number in range(4):
@@ -253,7 +253,7 @@ def test_graphs_that_are_replayed_outlive_addresses_that_do_not_come_again(
 
 
 def test_a_program_has_no_more_graphs_than_so_many(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MAX_GRAPHS", 16)
+    monkeypatch.setattr(replay, "_MAX_SETS", 16)
     layers = Layers(calls.memory, 40)
     for number in range(40):
         layers.replays.credit = 2.0
