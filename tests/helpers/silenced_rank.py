@@ -14,7 +14,7 @@ from weft.core.errors import WeftError
 
 @contextmanager
 def on_the_slow_path() -> Iterator[None]:
-    """No call within is warm. A warm call would issue launches that were prepared before a test has replaced their functions."""
+    """No call within is warm. A warm call issues launches that were prepared before a test replaced their functions."""
     from weft.runtime.groups import GROUPS
 
     remembered = GROUPS.remembered
