@@ -26,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from weft.compat import fsdp
+from weft.compat import fsdp, streams
 from weft.compat.c10d import (
+    LIVING_GROUPS,
     FlatCollectives,
     backend_of,
     connections,
@@ -52,14 +53,18 @@ from weft.compat.dispatch import (
     set_grad_enabled,
     traced_graph,
     without_autocast,
+    without_inference_mode,
     writes_to,
 )
 from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, run_first, spec_of
+from weft.compat.environment import variable
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
 from weft.compat.mappings import mapped
-from weft.compat.storages import WeakStorage, users
+from weft.compat.storages import living_storage, reference_of, release_storage, users, weak_storage
+from weft.compat.streams import Driver
 from weft.compat.symmetric_memory import _Numbered, registered
 from weft.compat.tensors import all_reduced, grouped_mm, multiplies, tree_flatten, tree_leaves, tree_unflatten
+from weft.compat.thread_state import thread_state
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
 
 ROOT = Path(__file__).parents[2]
@@ -119,8 +124,15 @@ def test_a_group_is_found_by_its_name_and_has_a_backend_that_can_be_aborted(tmp_
         assert group is not None
         assert group_named(group.group_name) is group
         assert callable(backend_of(group, torch.device("cpu")).abort)
+        assert group in LIVING_GROUPS
+        other = dist.new_group([0])
+        assert other in LIVING_GROUPS
+        dist.destroy_process_group(other)
+        assert other not in LIVING_GROUPS
     finally:
         dist.destroy_process_group()
+    assert group not in LIVING_GROUPS
+    assert None not in LIVING_GROUPS
 
 
 class _Dispatching(TorchDispatchMode):
@@ -192,6 +204,67 @@ def test_a_trace_and_a_batch_of_gradients_are_seen() -> None:
     trace: Any = torch.jit.trace
     trace(lambda x: (seen.append(traced_graph() is not None), x)[1], (torch.ones(1),), check_trace=False)
     assert seen[-1]
+
+
+def test_what_an_eager_call_depends_on_is_read_in_one_frame() -> None:
+    """It is what several functions of weft.compat and torch say."""
+    found = thread_state(torch.float32)
+    assert found == thread_state(torch.float32)
+    assert found is not None
+    hash(found)
+    assert set(found[:1]) == {torch.is_grad_enabled()}
+    with torch.no_grad():
+        assert thread_state(torch.float32) != found
+    for mode in (_Dispatching(), _Calling(), forward_ad.dual_level()):
+        with mode:
+            assert thread_state(torch.float32) is None
+    seen: list[object] = []
+    trace: Any = torch.jit.trace
+    trace(lambda x: (seen.append(thread_state(x.dtype)), x)[1], (torch.ones(1),), check_trace=False)
+    torch.func.grad(lambda x: (seen.append(thread_state(torch.float32)), x.sum())[1])(torch.ones(1))
+    assert seen == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("fp32_precision", ("ieee", "tf32")),
+        ("allow_bf16_reduced_precision_reduction", (False, True)),
+        ("allow_fp16_reduced_precision_reduction", (False, True)),
+        ("allow_fp16_accumulation", (True, False)),
+    ],
+)
+def test_how_matmuls_run_is_a_part_of_what_a_call_depends_on(name: str, values: tuple[object, object]) -> None:
+    dtype = torch.bfloat16 if "bf16" in name else torch.float16
+    settings: Any = torch.backends.cuda.matmul
+    before, found = getattr(settings, name), []
+    try:
+        for value in values:
+            setattr(settings, name, value)
+            found.append((thread_state(dtype), matmul_settings(dtype)))
+    finally:
+        setattr(settings, name, before)
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
+def test_the_environment_is_read_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_SCHEDULE", raising=False)
+    assert variable(b"WEFT_SCHEDULE") is None
+    monkeypatch.setenv("WEFT_SCHEDULE", "sequential")
+    assert variable(b"WEFT_SCHEDULE") == b"sequential"
+    monkeypatch.delenv("WEFT_SCHEDULE")
+    assert variable(b"WEFT_SCHEDULE") is None
+
+
+def test_inference_mode_is_left() -> None:
+    with torch.inference_mode():
+        with without_inference_mode():
+            assert not torch.is_inference_mode_enabled()
+            made = torch.empty(2)
+        assert torch.is_inference_mode_enabled()
+        assert torch.empty(2).is_inference()
+    assert not made.is_inference()
 
 
 def test_autocast_is_seen_and_left() -> None:
@@ -300,8 +373,27 @@ def test_nccl_has_what_messages_need() -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
-def test_the_current_stream_has_a_number() -> None:
+def test_the_current_stream_has_a_number_and_may_be_captured() -> None:
     assert callable(torch._C._cuda_getCurrentRawStream)
+    assert streams.capturing is torch._C._cuda_isCurrentStreamCapturing
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch has no CUDA")
+def test_a_graph_is_replayed_without_the_method_of_torch() -> None:
+    assert streams.replay_graph is torch._C._CUDAGraph.replay
+    assert issubclass(torch.cuda.CUDAGraph, torch._C._CUDAGraph)
+
+
+def test_the_driver_is_called_without_frames() -> None:
+    """The functions and their arguments are those that Driver's own methods call."""
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    driver = Driver()
+    function, attribute = driver.memory_number
+    assert (function, attribute) == (
+        driver.api.cuPointerGetAttribute,
+        driver.api.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+    )
+    assert driver.record_event == driver.api.cuEventRecord
 
 
 def test_what_decides_how_matmuls_run_can_be_read() -> None:
@@ -452,12 +544,26 @@ def test_fully_shard_from_within(ranks: RankFixture) -> None:
 def test_memory_is_referred_to_without_being_kept() -> None:
     """Also where only a view of the tensor is left."""
     whole = torch.zeros(4, 3)
-    weak, view = WeakStorage(whole), whole[1:]
+    view = whole[1:]
+    references = weak_storage(whole), reference_of(view.untyped_storage())
     del whole
-    storage = weak.alive()
-    assert storage.data_ptr() == view.untyped_storage().data_ptr()
-    del storage, view
-    assert weak.alive() is None
+    for reference in references:
+        storage = living_storage(reference)
+        assert storage.data_ptr() == view.untyped_storage().data_ptr()
+        del storage
+    del view
+    assert [living_storage(reference) for reference in references] == [None, None]
+    for reference in references:
+        release_storage(reference)
+
+
+def test_a_memory_reference_that_was_released_keeps_nothing() -> None:
+    """Releasing it before the memory is freed leaves the memory to its tensor."""
+    whole = torch.ones(4)
+    for _ in range(100):
+        release_storage(weak_storage(whole))
+    assert users(whole) == 1
+    assert whole.tolist() == [1.0] * 4
 
 
 def _nameless() -> list[float]:

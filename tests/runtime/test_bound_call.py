@@ -3,19 +3,24 @@ many Python frames."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from call_walk import walked_when_warm
 from single_process_ranks import FakeResources, rank_groups, resources_of
 
 import weft
 from weft.comm.control import NUMBERS
 from weft.comm.rank_group import RankGroup
 from weft.core.errors import PeerLost
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
 from weft.ops import common, front
 from weft.ops.tensor_parallel import _all_gather_matmul
 from weft.runtime import bound_call
@@ -23,9 +28,11 @@ from weft.runtime.bound_call import BoundCall, Output, Remembered, identify
 from weft.runtime.groups import GROUPS
 from weft.runtime.order import MOST_IN_FLIGHT, PendingCall, Shared
 from weft.runtime.replay import CapturedCall
+from weft.schedules import build
 
 STREAM, NUMBER = 3, 7
 _MOST_FRAMES = 8
+_PACKAGE = Path(weft.__file__).parent
 
 
 class Group:
@@ -173,13 +180,14 @@ def test_a_warm_call_on_another_stream_comes_after_the_last_one(warm: Warm) -> N
     assert warm.resources.driver.log == [("wait", STREAM + 1, first.done)]
 
 
-def _frames(work: Callable[[], object]) -> list[str]:
-    """The frames of weft's Python functions that run."""
-    seen: list[str] = []
+def _frames(work: Callable[[], object]) -> list[tuple[str, str]]:
+    """(file, function) of weft's Python functions that run."""
+    seen: list[tuple[str, str]] = []
 
     def note(frame: Any, event: str, _: object) -> None:
-        if event == "call" and "/weft/" in frame.f_code.co_filename:
-            seen.append(frame.f_code.co_qualname)
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(_PACKAGE):
+            seen.append((path.relative_to(_PACKAGE).as_posix(), frame.f_code.co_qualname))
 
     sys.setprofile(note)
     try:
@@ -189,22 +197,55 @@ def _frames(work: Callable[[], object]) -> list[str]:
     return seen
 
 
-def test_a_warm_call_takes_few_frames(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+def _remember(warm: Warm, monkeypatch: pytest.MonkeyPatch, *, compared: object = None, values: Sequence[Schedule] = ()) -> Any:
+    """Let weft.all_gather_matmul(a, b) be a warm call, and return its process group.
+
+    compared: the call's argument `schedule`, if it has one. values: the Schedule values that the first call had.
+    """
     group: Any = Group()
     monkeypatch.setattr(front, "LIVING_GROUPS", [group])
     function: Any = weft.all_gather_matmul
-    identity = identify([function.__wrapped__, 2], [warm.a, warm.b], [])
+    options = {} if compared is None else {"schedule": compared}
+    identity = identify([function.__wrapped__, 2, *options], [warm.a, warm.b, *options.values()], [])
     assert identity is not None
     request = front.Request(_all_gather_matmul, (), (), None, None, lambda results: results[0])
-    GROUPS.remembered.add(identity, Remembered(group, warm.bound, (0,), (), request))
+    GROUPS.remembered.add(identity, Remembered(group, warm.bound, (0,), values, request))
+    return group
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """The calls of the group of these tests are forgotten at the end."""
+    yield
+    GROUPS.remembered.forget("two")
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_warm_call_takes_few_frames(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = _remember(warm, monkeypatch)
     monkeypatch.setattr(common, "check_operands", lambda *_, **__: pytest.fail("it took the slow path"))
     found: list[torch.Tensor] = []
-    try:
-        frames = _frames(lambda: found.append(function(warm.a, warm.b)))
-    finally:
-        GROUPS.remembered.forget("two")
+    frames = _frames(lambda: found.append(weft.all_gather_matmul(warm.a, warm.b)))
     assert found == [warm.out]
-    assert len([frame for frame in frames if "<lambda>" not in frame]) <= _MOST_FRAMES, frames
+    assert len(frames) <= _MOST_FRAMES, frames
+    named = [(file, name.partition(".<locals>")[0]) for file, name in frames if not name.endswith("<listcomp>")]
+    assert named == walked_when_warm()
+    assert group
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_call_with_another_schedule_at_the_same_address_is_another_call(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are compared by the addresses of their Schedule values, and a new one may get the address of a dead one."""
+    value = build(Problem(op="all_gather_matmul", m=8, n=3, k=8, world_size=2, dtype="float32"), "shard_p2p")
+    group = _remember(warm, monkeypatch, compared=value, values=[value])
+    assert weft.all_gather_matmul(warm.a, warm.b, schedule=value) is warm.out
+    dead = dataclasses.replace(value)
+    group = _remember(warm, monkeypatch, compared=value, values=[dead])
+    del dead
+    with pytest.raises(ValueError, match="group"):  # the slow path has no process group here
+        weft.all_gather_matmul(warm.a, warm.b, schedule=value)
+    assert warm.rank_group.calls == 1
+    assert group
 
 
 def _identity(*values: object) -> tuple[Any, ...] | None:

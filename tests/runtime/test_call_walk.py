@@ -4,7 +4,6 @@ each function of the table for GPUs calls the next one."""
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,30 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from call_walk import walked, walked_on_gpus
 from conftest import RankFixture
 
 import weft
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = Path(weft.__file__).parent
 WAITS = ("RankGroup.wait_until", "RankGroup._await_count", "HostProgram._steps")
 """Functions that wait for peers, or are called where a lane has to wait. What they call depends on when the peers come."""
 MOST_CALLS = 120
-
-
-def _section() -> str:
-    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    return text.partition("\n## The path of a call\n")[2].partition("\n## ")[0]
-
-
-def walked() -> list[str]:
-    """The files of the walk on CPUs, in its order."""
-    return re.findall(r"^\| `([\w/.]+\.py)` \| (?!`[\w.]+` \|)", _section(), re.MULTILINE)
-
-
-def walked_on_gpus() -> list[tuple[str, str]]:
-    """(file, function) of the walk on GPUs, from `runtime/bound.py` on, in its order."""
-    return re.findall(r"^\| `([\w/.]+\.py)` \| `([\w.]+)` \|", _section(), re.MULTILINE)
 
 
 def _passed_through() -> list[tuple[str, str]]:

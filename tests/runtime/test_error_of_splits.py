@@ -36,9 +36,9 @@ def _programs(noted: bool) -> Programs:
 @pytest.mark.parametrize(("noted", "raised"), [(True, ValueError), (False, PeerLost)])
 def test_a_call_raises_the_reason(noted: bool, raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     programs = _programs(noted)
-    monkeypatch.setattr(programs, "_run", _lost)
+    monkeypatch.setattr(programs, "_make_call", _lost)
     with pytest.raises(raised, match="max_rows is 4"):
-        programs.run(cast(Any, None), {})
+        programs.make_call(cast(Any, SimpleNamespace(device=torch.device("cpu"))))
 
 
 @pytest.mark.parametrize(("noted", "raised"), [(True, ValueError), (False, PeerLost)])

@@ -449,13 +449,13 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     ended = list[bool]()
     ranks.resources.heap = cast(
         Any,
-        SimpleNamespace(
-            free=lambda _: ended.append(ranks.resources.order.has_ended(program.memory.last)), free_cached=lambda: None
-        ),
+        SimpleNamespace(free=lambda _: ended.append(calls[0].done.reached), free_cached=lambda: None),
     )
-    ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(program.memory.last))
+    calls = list[PendingCall]()
+    ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(calls[0]))
 
     def raises() -> None:
+        calls.extend(ranks.resources.watchdog.pending)
         raise MemoryError("planted")
 
     with pytest.raises(MemoryError), ranks.rank_group.fail_group_on_error():

@@ -26,9 +26,9 @@ class Program:
         program: Any = CudaProgram.__new__(CudaProgram)
         nothing: dict[str, Any] = {
             "_rehearsed": False,
-            "_waits_on_sms": False,
+            "uses": (),
             "rank_group": None,
-            "_replayable": False,
+            "replays": None,
             "collectives": {},
             "ragged": None,
             "_loading": False,
@@ -43,7 +43,9 @@ class Program:
         nothing |= {"streams": range(lanes), "bind": lambda inputs, outputs: None}
         resources = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
         resources.watchdog = SimpleNamespace(captured=lambda: None)
-        resources.turn = SimpleNamespace(alone=lambda group: self._alone())
+        resources.order = SimpleNamespace(
+            alone=lambda group: self._alone(), capture=lambda stream, group, uses, enqueue: enqueue()
+        )
         resources.allocated = lambda: 64 * self.log.count("loads")
         submitter: Any = SimpleNamespace(prepare=lambda operations: self.log.append("flag operations"))
         where: Any = SimpleNamespace(lane="compute")
@@ -53,11 +55,10 @@ class Program:
             operations = FlagOperations(where=where, words=(), submitter=submitter)
             return SimpleNamespace(batches=[SimpleNamespace(launches=[operations, "kernel"])])
 
-        nothing |= {"_plan": plan, "_issue": self._enqueued}
+        nothing |= {"plan_of": plan, "_issue": self._enqueued}
         nothing |= {"kernels": {at: self._kernel(at) for at in range(2)}}
         nothing |= {"_rehearse": lambda bindings: setattr(program, "_rehearsed", True)}
-        nothing |= {"_enqueue": self._submitted, "_allocates": 0, "_invalidated": (), "resources": resources}
-        nothing["_branches"] = SimpleNamespace(enqueue=lambda stream, call: call())
+        nothing |= {"_enqueue": self._submitted, "allocates": 0, "_invalidated": (), "resources": resources}
         for name, value in nothing.items():
             setattr(program, name, value)
         self.program = program

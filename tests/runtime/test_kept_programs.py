@@ -29,7 +29,7 @@ def _call(rows: int) -> None:
 
 def _rows() -> list[int]:
     """Of a rank, by program, the least recently used first."""
-    return [program.schedule.problem.m // dist.get_world_size() for program in _state().programs._programs]
+    return [program.schedule.problem.m // dist.get_world_size() for program in _state().programs.bound()]
 
 
 def _captures(rows: int, mine: bool) -> list[int]:
@@ -38,7 +38,7 @@ def _captures(rows: int, mine: bool) -> list[int]:
     state, before = _state(), _rows()
     if mine and rows in before:
         program = next(
-            program for program in state.programs._programs if program.schedule.problem.m == rows * dist.get_world_size()
+            program for program in state.programs.bound() if program.schedule.problem.m == rows * dist.get_world_size()
         )
         known, play = programs.KnownCall(number=0, program=program), program.run
         call = SimpleNamespace(
@@ -55,7 +55,7 @@ def _captures(rows: int, mine: bool) -> list[int]:
         capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
         program.run = lambda *_, **__: {}  # type: ignore[method-assign]
         try:
-            state.run(call, {})  # type: ignore[arg-type]
+            state.programs.make_call(call)  # type: ignore[arg-type]
         finally:
             torch.cuda.is_current_stream_capturing, program.run = capturing, play  # type: ignore[method-assign]
             del state.programs._known["captured"]  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _held(captured_on: int) -> list[list[int]]:
         for rows in range(1, 9):
             _call(rows)
             if rows in (1, 3) and dist.get_rank() == captured_on:
-                next(reversed(_state().programs._programs)).captured = True
+                _state().programs.bound()[-1].captured = True
             assert rows < 3 or _captures(3, dist.get_rank() == captured_on) == _rows()
             found.append(_rows())
         _call(1)

@@ -35,6 +35,29 @@ def _call(order: Order, stream: int, *uses: Shared, ends: bool = False) -> Pendi
     return call
 
 
+def test_a_call_records_its_begin_and_its_end_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with events that an earlier call has used, which are reached until they are recorded again."""
+    order, driver = _order()
+    recorded: list[tuple[object, int]] = []
+    record = driver.record_event
+    monkeypatch.setattr(driver, "record_event", lambda event, stream: recorded.append((event, stream)) or record(event, stream))
+    events = []
+    for stream in (FIRST, SECOND):
+        recorded.clear()
+        pending = order.add(GROUP)
+        call = order.begin(PendingCall.of("a call", lambda: "", stream), pending)
+        assert (recorded, order.is_running(call)) == ([(call.begun, stream)], False)
+        call.begun.reached = True
+        assert order.is_running(call)
+        order.end(call)
+        assert recorded[1:] == [(call.done, stream)]
+        assert not order.has_ended(call)
+        call.done.reached = True
+        assert order.drop_ended(pending)
+        events.append((call.begun, call.done))
+    assert events[0] == events[1]
+
+
 def test_a_program_on_another_stream_waits_for_the_one_before() -> None:
     order, driver = _order()
     calls = [_call(order, stream, order.sms) for stream in (7, 7, 0, 0, 7)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -20,12 +21,13 @@ from weft.runtime.replay import Captures, Replays, give_captures, take_captures
 
 PAGE = 256
 POOLS = count(1)
+_FEW_STEPS = 10
 
 
 class Memory:
     """A driver's pages of PAGE bytes, each mapped by itself and numbered; what is not in `numbers` it knows nothing of."""
 
-    CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_BUFFER_ID=7)
+    CUpointer_attribute, cuEventRecord = SimpleNamespace(CU_POINTER_ATTRIBUTE_BUFFER_ID=7), None
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}
@@ -89,19 +91,21 @@ class Calls:
         self.captures += 1
 
     def graph(self) -> Any:
-        return self.replays.find({"a": [self.a], "b": [self.b]}, {"out": [self.out]})
+        """Make a call, and return the graph that is replayed for it, or None if it is enqueued."""
+        captured = self.replays.find({"a": [self.a], "b": [self.b]}, {"out": [self.out]})
+        return None if captured is None else captured.graph
 
 
-def pool_handle() -> object:
-    """Of a pool of torch's allocator: a value, another one each time."""
-    return next(POOLS), 0
+def private_pool() -> Any:
+    """What stands for a pool of torch's allocator. Each has another handle."""
+    return SimpleNamespace(id=(next(POOLS), 0))
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     memory = Memory()
     monkeypatch.setattr(driver_module, "driver_api", lambda: memory)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", pool_handle)
+    monkeypatch.setattr(replay, "private_pool", private_pool)
     return Calls(memory)
 
 
@@ -164,6 +168,105 @@ def test_other_tensors_have_graphs_of_their_own(calls: Calls) -> None:
     assert calls.graph() is first
 
 
+class Layers:
+    """A program that calls with other tensors in turn. Nothing of them is read. Memory is what a driver knows."""
+
+    def __init__(self, memory: Memory, count: int) -> None:
+        self.room = [_alone() for _ in range(count)]
+        self.b, self.captures, self.replayed = _alone(), 0, 0
+        for tensor in (*self.room, self.b):
+            memory.map(tensor)
+        self.replays = Replays(cast(Any, SimpleNamespace(record=_recorded)), self._enqueue, Driver())
+
+    def _enqueue(self, inputs: Inputs, outputs: Outputs) -> None:
+        self.captures += 1
+
+    def call(self, number: int) -> None:
+        """Call with the tensor of this number as `a` and as the result."""
+        before = self.captures
+        a = self.room[number]
+        found = self.replays.find({"a": [a[:500]], "b": [self.b]}, {"out": [a[500:]]})
+        self.replayed += found is not None and self.captures == before
+
+    def most_captures(self) -> float:
+        """The captures that the program has been given and has earned."""
+        return replay._FIRST_CREDIT + replay._EARNED * self.replayed
+
+
+def test_addresses_that_never_come_again_are_never_captured(calls: Calls) -> None:
+    layers = Layers(calls.memory, 100)
+    for number in range(100):
+        layers.call(number)
+    assert (layers.captures, layers.replayed) == (0, 0)
+
+
+def test_addresses_that_come_again_now_and_then_are_captured_as_far_as_it_was_earned(calls: Calls) -> None:
+    """100 steps of 12 calls, each with one of 400 sets of addresses, so that a set comes again after 33 steps or so."""
+    layers, drawn = Layers(calls.memory, 400), random.Random(0)
+    for _ in range(100):
+        for _ in range(12):
+            layers.call(drawn.randrange(400))
+    assert 0 < layers.captures <= layers.most_captures()
+    assert layers.captures < 1200 / 6
+
+
+def test_addresses_that_come_again_once_cost_no_more_captures_than_the_first_credit(calls: Calls) -> None:
+    """A captured set that is never replayed earns nothing."""
+    layers = Layers(calls.memory, 120)
+    for number in range(120):
+        layers.call(number)
+        layers.call(number)
+    assert (layers.captures, layers.replayed) == (replay._FIRST_CREDIT, 0)
+
+
+def test_a_model_of_80_layers_has_all_its_graphs_after_a_few_steps(calls: Calls) -> None:
+    """Each layer calls with addresses of its own, which are the same in each step."""
+    layers = Layers(calls.memory, 80)
+    steps = 0
+    while layers.captures < 80 and steps < 20:
+        for number in range(80):
+            layers.call(number)
+        steps += 1
+    assert steps <= _FEW_STEPS
+    before = layers.replayed
+    for number in range(80):
+        layers.call(number)
+    assert (layers.captures, layers.replayed - before) == (80, 80)
+
+
+def test_graphs_that_are_replayed_outlive_addresses_that_do_not_come_again(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm call takes its graph without a search by Replays, so the order of their last use is not known."""
+    monkeypatch.setattr(replay, "_MAX_SETS", 16)
+    layers = Layers(calls.memory, 100)
+    for _ in range(2):
+        for number in range(4):
+            layers.call(number)
+    for number in range(4, 100):
+        layers.call(number)
+    before = layers.replayed
+    for number in range(4):
+        layers.call(number)
+    assert (layers.captures, layers.replayed - before) == (4, 4)
+    assert len(layers.replays._seen) <= 16
+
+
+def test_a_program_has_no_more_graphs_than_so_many(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MAX_SETS", 16)
+    layers = Layers(calls.memory, 40)
+    for number in range(40):
+        layers.replays.credit = 2.0
+        layers.call(number)
+        layers.call(number)
+    assert layers.captures == 40
+    assert sum(map(len, layers.replays._by_layout.values())) == 16
+    before = layers.replayed
+    layers.call(39)
+    layers.call(0)
+    assert layers.replayed - before == 1
+
+
 def test_what_is_raised_in_a_capture_is_what_is_told(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that the capture could not end, which follows from it."""
 
@@ -194,14 +297,15 @@ def test_what_calls_allocate_on_the_way_lies_in_one_pool_of_their_program(calls:
     assert pools[0] == pools[1] != pools[2] == pools[3]
 
 
-def test_a_lookup_in_other_tables_at_the_same_address_is_another_call() -> None:
+def test_a_lookup_in_other_tables_at_the_same_address_is_another_call(calls: Calls) -> None:
     """No schedule says how many rows tables have, how far apart these lie, and of what type indices are."""
     memory, tables = torch.zeros(4000), torch.zeros(2000, 8)
     indices = memory[:10].view(torch.int32)
     out = torch.zeros(5, 8)
 
     def key(tables: torch.Tensor, indices: torch.Tensor) -> object:
-        return replay._addresses({"tables": [tables], "indices": [indices]}, {"out": [out]})
+        inputs, outputs = {"tables": [tables], "indices": [indices]}, {"out": [out]}
+        return calls.replays.layout(inputs, outputs), replay.addresses_of(inputs, outputs)
 
     first = key(tables[:1000], indices)
     assert first == key(tables[:1000], memory[:10].view(torch.int32))

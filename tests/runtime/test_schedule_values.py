@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import weakref
 
 import pytest
 import torch
@@ -36,7 +37,30 @@ def test_values_that_nobody_has_are_forgotten() -> None:
     specs = {groups.keep(build(dataclasses.replace(PROBLEM, m=2 + 2 * number), "shard_p2p")) for number in range(1000)}
     assert len(specs) == 1000
     gc.collect()
-    assert len(groups._values) == 0
+    assert len(groups.values) == 0
+
+
+def _what_is_left_of_a_call() -> tuple[bool, bool]:
+    """Whether a Schedule value lives after its caller has dropped it, before and after the program is closed, too."""
+    weft.close()
+    a, b = torch.ones(32, 8), torch.ones(8, 8)
+    schedule = build(PROBLEM, "flag_gated", 4)
+    for _ in range(3):
+        assert (weft.all_gather_matmul(a, b, schedule=schedule) == 8).all()
+    alive = weakref.ref(schedule)
+    del schedule
+    state = GROUPS.state(torch.distributed.group.WORLD.group_name)
+    gc.collect()
+    before = alive() is not None
+    state.forget(state.programs.bound())
+    weft.all_gather_matmul(a, b, schedule="flag_gated:4")  # the threads of lanes refer to their last call
+    gc.collect()
+    return before, alive() is not None
+
+
+@pytest.mark.ranks
+def test_a_value_lives_as_long_as_its_program_and_not_longer(ranks: RankFixture) -> None:
+    assert ranks(2).run(_what_is_left_of_a_call) == [(True, False)] * 2
 
 
 def test_equal_values_have_one_name() -> None:

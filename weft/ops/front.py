@@ -75,7 +75,9 @@ def public(function: F) -> F:
             tensors: list[torch.Tensor] = []
             identity = identify([function, len(arguments), *options], [*arguments, *options.values()], tensors)
             known = None if identity is None else GROUPS.remembered.get(identity)
-            if known is None or known.group() not in LIVING_GROUPS:
+            if known is not None and (known.group() not in LIVING_GROUPS or (known.values and known.is_outdated())):
+                known = None
+            if known is None:
                 request = function(*arguments, **options)
                 return _run(request, identity, tensors, arguments, options) if isinstance(request, Request) else request
             request = known.request
@@ -114,9 +116,9 @@ def _run(
     places, flat = flatten(request.tensors)
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     if identity is not None and group is not None and all(id(one) in numbers for one in flat):
-        kept = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
+        values = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
         template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]), group=None)
-        made = Remembered(group, bound, picks, kept, template)
+        made = Remembered(group, bound, picks, values, template)
         made.recorded = request.operator.is_recorded(given)
         GROUPS.remembered.add(identity, made)
     return results if request.after is None else request.after(results)

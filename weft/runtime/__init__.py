@@ -18,7 +18,8 @@ A program, which is a schedule bound to one rank:
     arithmetic.py  bags.py  host_rows.py         steps by torch: matmuls and sums; lookups; segments
     host.py  host_resources.py                   on CPUs: a call; shared memory, and lanes as threads
     cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
-    order.py  turn.py  replay.py                 the order of launches, and of programs on a GPU; calls as CUDA graphs
+    bound_call.py  replay.py                     warm calls; calls as CUDA graphs
+    order.py  launch_order.py                    the order of the calls of a GPU, and which are in flight; the order of launches
     call_timer.py                                the times at which the steps of a call ran
     cuda_resources.py                            streams and symmetric memory that programs of a process group share on GPUs
     products.py                                  matmuls by the fastest cuBLAS algorithm
@@ -33,7 +34,7 @@ Steps as kernels (weft.kernels), on any device whose memory has addresses:
 Failure:
 
     peer_waits.py                                bounds for waits of libraries; texts that say what a call waits for
-    tickets.py  watchdog.py                      the calls in flight on a GPU, and the thread that bounds each of them
+    watchdog.py                                  the thread that bounds each call in flight on a GPU
     release.py                                   after a failure on a GPU: released waits, NaN in results, aborts
 
 Libraries, and the rest:

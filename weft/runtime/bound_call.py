@@ -82,30 +82,36 @@ class Remembered:
     group, name: the process group, as a weak reference, and its name.
     bound: the BoundCall. None if such a call cannot be replayed.
     picks: for each result, its number among the outputs of the BoundCall.
-    kept: what must live as long as this, because it was compared by identity.
+    values: weak references to the Schedule values among the arguments. `identify` compares them by id, and another object may
+        get the id of a dead one, so this counts as found only while all of them live.
     request: what the caller wants to know again.
     recorded: whether such calls are recorded by autograd. Then the BoundCall takes the operator's tensors.
     """
 
-    __slots__ = ("bound", "group", "kept", "name", "picks", "recorded", "request")
+    __slots__ = ("bound", "group", "name", "picks", "recorded", "request", "values")
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         bound: BoundCall | None = None,
         picks: Sequence[int] = (),
-        kept: Sequence[object] = (),
+        values: Sequence[Schedule] = (),
         request: Any = None,
     ) -> None:
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group) if group is not None else lambda: None
         self.name, self.bound, self.picks = "" if group is None else group.group_name, bound, picks
-        self.kept, self.request, self.recorded = kept, request, False
+        self.values, self.request, self.recorded = [ref(value) for value in values], request, False
+
+    def is_outdated((self) -> bool:
+        """Return whether one of the Schedule values is dead."""
+        return any(value() is None for value in self.values)
 
 
 class RememberedCalls:
     """RememberedCalls is a table of Remembered, by what `identify` returns.
 
     get: returns the Remembered of a call, or None. Its process group may have been destroyed, and then is not in LIVING_GROUPS.
+        Its Schedule values may be dead.
     """
 
     def __init__(self) -> None:
