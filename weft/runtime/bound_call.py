@@ -102,7 +102,7 @@ class Remembered:
         self.name, self.bound, self.picks = "" if group is None else group.group_name, bound, picks
         self.values, self.request, self.recorded = [ref(value) for value in values], request, False
 
-    def is_outdated((self) -> bool:
+    def is_outdated(self) -> bool:
         """Return whether one of the Schedule values is dead."""
         return any(value() is None for value in self.values)
 
