@@ -152,6 +152,7 @@ class BoundCall:
     places: for each tensor of the program's inputs, and of outputs that the caller passes, its number among the tensors of
         a call.
     outputs: the matrices that a call allocates.
+    written: the numbers of the tensors that the call writes, and that a failure makes NaN.
     """
 
     __slots__ = (
@@ -174,6 +175,7 @@ class BoundCall:
         "_straight",
         "_uses",
         "_what",
+        "_written",
     )
 
     def __init__(
@@ -184,12 +186,13 @@ class BoundCall:
         layout: tuple[object, ...],
         outputs: list[Output],
         straight: Straight | None = None,
+        written: tuple[int, ...] = (),
     ) -> None:
         resources = program.resources
         self._program, self._number, self._places, self._outputs = program, number, places, outputs
         self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
         self._index = resources.index
-        self._layout, self._replays, self._straight = layout, program.replays, straight
+        self._layout, self._replays, self._straight, self._written = layout, program.replays, straight, written
         self._graphs = {} if program.replays is None else program.replays.of_layout(layout)
         self._alarm = program.rank_group.load_alarm()
         self._memory_at, self._attribute = program.driver.memory_number
@@ -209,6 +212,7 @@ class BoundCall:
             return None
         made = copy(self)
         made._places = tuple([numbers[address] for address in addresses])
+        made._written = tuple([numbers[mine[number].data_ptr()] for number in self._written])
         return made
 
     def makes(self, known: KnownCall) -> bool:
@@ -239,6 +243,8 @@ class BoundCall:
                 addresses.append(one.data_ptr())
             key = list(map(addresses.__getitem__, self._places))
             results = []
+            for number in self._written:
+                results.append((tensors[number], addresses[number]))
             for out, (_, _, floats) in zip(outputs, self._outputs, strict=True):
                 address = out.data_ptr()
                 key.append(address)
@@ -316,10 +322,16 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     if len(numbers) < len(tensors):  # two tensors share memory, so it is not known which one an address belongs to
         return None
     made = [one for some in outputs.values() for one in some] if call.outputs is None else []
+    written = [numbers[one.data_ptr()] for one in call.invalidated if one.data_ptr() in numbers]
+    if [tensors[number].nbytes for number in written] != [one.nbytes for one in call.invalidated]:
+        return None  # only a part of what the call writes becomes NaN
     kinds = [Output(one.new_empty(0), one.shape, one.is_floating_point()) for one in made]
     given = outputs if call.outputs is None else call.outputs
     straight = None
-    if can_go_straight(program) and is_aligned(addresses_of(inputs, given)):
+    # Whether the caller's results overlap its inputs is checked by the slow path, for the addresses that it then captures.
+    if call.outputs is None and can_go_straight(program) and is_aligned(addresses_of(inputs, given)):
         straight = Straight(program, inputs, given)
     layout = () if program.replays is None else program.replays.layout(inputs, given)
-    return BoundCall(program, known.number, tuple(places), layout, kinds, straight)
+    if straight is None and program.replays is None:
+        return None
+    return BoundCall(program, known.number, tuple(places), layout, kinds, straight, tuple(written))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, cast
 
 import torch
@@ -30,10 +31,8 @@ def reduction(op: Reduction, name: str = "op") -> Literal["sum", "avg"]:
     raise ValueError(f"{name} is {op!r}; use 'sum' or 'avg', or dist.ReduceOp.SUM or AVG")
 
 
-def call_of(
+def make_call(
     op: Op,
-    output: torch.Tensor,
-    input: torch.Tensor,
     group: dist.ProcessGroup | None,
     *,
     names: tuple[str, str] = ("output", "input"),
@@ -41,32 +40,37 @@ def call_of(
     schedule: str | Schedule,
     staging_bytes: int | None,
     sms: int | None,
-) -> tuple[str, CollectiveCall]:
-    """Return the group's name and the call.
+) -> Callable[[torch.Tensor, torch.Tensor], CollectiveCall]:
+    """Return the function (output, input) that returns the call. It raises ValueError for tensors that no rank could use.
 
     A Schedule value sets the call's staging memory and SMs. Raises ValueError for arguments that no rank could run.
     """
     group_name, rank, world_size = resolve_group(group)
-    check_pair(op, output, input, rank, world_size, names=names)
-    if op in ("reduce_scatter", "all_reduce"):
-        check_summed(op, names[0], output)
     staging_bytes, sms, reachable, unit = check_staging(staging_bytes), check_sms(sms), op != "reduce_scatter", torch.uint8
     if isinstance(schedule, Schedule) and isinstance(schedule.problem, CollectiveProblem):
         given = schedule.problem
         staging_bytes, sms, reachable = staging_bytes or given.staging_bytes, sms or given.sms, given.reachable
         unit = unit if given.sums else getattr(torch, given.dtype)
-    call = CollectiveCall(
-        op=op,
-        schedule=schedule_to_spec(schedule, op),
-        a=input,
-        out=output,
-        reduce_op=reduction(reduce_op),
-        staging_bytes=staging_bytes or staging_from_environment(input.device),
-        sms=sms or default_sms(input.device),
-        reach=GROUPS.reach(group_name, output) if reachable else None,
-        unit=unit,
-    )
-    return group_name, call
+    reduces = reduction(reduce_op)
+
+    def make(output: torch.Tensor, input: torch.Tensor) -> CollectiveCall:
+        check_pair(op, output, input, rank, world_size, names=names)
+        if op in ("reduce_scatter", "all_reduce"):
+            check_summed(op, names[0], output)
+        return CollectiveCall(
+            op=op,
+            schedule=schedule_to_spec(schedule, op),
+            group=group_name,
+            a=input,
+            out=output,
+            reduce_op=reduces,
+            staging_bytes=staging_bytes or staging_from_environment(input.device),
+            sms=sms or default_sms(input.device),
+            reach=GROUPS.reach(group_name, output) if reachable else None,
+            unit=unit,
+        )
+
+    return make
 
 
 def check_pair(

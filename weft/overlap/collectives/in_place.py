@@ -17,13 +17,15 @@ PeerLost or WaitTimeout if a rank is lost. Call once with the same sizes before 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from weft.core.schedule import Schedule
 from weft.ops.front import public
-from weft.overlap.collectives.checks import Reduction, call_of, check_splits
-from weft.overlap.collectives.work import Work, run
+from weft.overlap.collectives.checks import Reduction, check_splits, make_call
+from weft.overlap.collectives.work import begin
 
 
 @public
@@ -37,15 +39,15 @@ def all_gather_into_tensor(
     staging_bytes: int | None = None,
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
-) -> Work | None:
+) -> Any:
     """Concatenate the inputs of all ranks in output, in the order of ranks. Replaces dist.all_gather_into_tensor(output,
     input).
 
     input: any dtype and shape, the same on every rank. It may be this rank's part of output.
     output: world_size times as many elements.
     """
-    name, call = call_of("all_gather", output, input, group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
-    return run(name, call, async_op=async_op, stream=stream)
+    make = make_call("all_gather", group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    return begin(make, output, input, group, async_op=async_op, stream=stream)
 
 
 @public
@@ -60,7 +62,7 @@ def reduce_scatter_tensor(
     staging_bytes: int | None = None,
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
-) -> Work | None:
+) -> Any:
     """Store this rank's part of the sum, or average, of all ranks' inputs in output.
 
     Replaces dist.reduce_scatter_tensor(output, input).
@@ -71,10 +73,8 @@ def reduce_scatter_tensor(
 
     The bits do not depend on chunks, SMs or timing, except with "sequential", where NCCL sums in its own order.
     """
-    name, call = call_of(
-        "reduce_scatter", output, input, group, reduce_op=op, schedule=schedule, staging_bytes=staging_bytes, sms=sms
-    )
-    return run(name, call, async_op=async_op, stream=stream)
+    make = make_call("reduce_scatter", group, reduce_op=op, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    return begin(make, output, input, group, async_op=async_op, stream=stream)
 
 
 @public
@@ -88,16 +88,14 @@ def all_reduce(
     staging_bytes: int | None = None,
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
-) -> Work | None:
+) -> Any:
     """Replace tensor by the sum, or average, of all ranks' tensors. Replaces dist.all_reduce(tensor).
 
     tensor: bfloat16, float16 or float32, of any number of elements.
     op: as for reduce_scatter_tensor. The bits are the same on every rank.
     """
-    name, call = call_of(
+    make = make_call(
         "all_reduce",
-        tensor,
-        tensor,
         group,
         names=("tensor", "tensor"),
         reduce_op=op,
@@ -105,7 +103,7 @@ def all_reduce(
         staging_bytes=staging_bytes,
         sms=sms,
     )
-    return run(name, call, async_op=async_op, stream=stream)
+    return begin(make, tensor, tensor, group, async_op=async_op, stream=stream)
 
 
 @public
@@ -121,7 +119,7 @@ def all_to_all_single(
     staging_bytes: int | None = None,
     sms: int | None = None,
     stream: torch.cuda.Stream | None = None,
-) -> Work | None:
+) -> Any:
     """Send part d of input to rank d, and store the parts from all ranks in output, in their order.
 
     Replaces dist.all_to_all_single(output, input).
@@ -130,7 +128,7 @@ def all_to_all_single(
     output: as many elements as input, in separate memory.
     output_split_sizes, input_split_sizes: rows of the first dimension for each rank, as in torch. They must be equal.
     """
-    name, call = call_of("all_to_all", output, input, group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
+    make = make_call("all_to_all", group, schedule=schedule, staging_bytes=staging_bytes, sms=sms)
     check_splits("output_split_sizes", output_split_sizes, output, group)
     check_splits("input_split_sizes", input_split_sizes, input, group)
-    return run(name, call, async_op=async_op, stream=stream)
+    return begin(make, output, input, group, async_op=async_op, stream=stream)

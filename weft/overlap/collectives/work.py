@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
+from weft.ops.front import Request
+from weft.runtime.bound_call import BoundCall, bind
 from weft.runtime.collective_calls import CollectiveCall
 from weft.runtime.groups import GROUPS
+
+MakeCall = Callable[[torch.Tensor, torch.Tensor], CollectiveCall]
+"""Returns the call that writes the first tensor and reads the second one."""
 
 
 class Work:
@@ -46,23 +53,60 @@ class Work:
         return future
 
 
-def run(group: str, call: CollectiveCall, *, async_op: bool, stream: torch.cuda.Stream | None) -> Work | None:
+class InPlace:
+    """An InPlace runs collectives whose results are tensors of the caller's. It is the operator of their Requests."""
+
+    single = False
+
+    def is_recorded(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return False
+
+    def __call__(self, output: torch.Tensor, given: torch.Tensor, make: MakeCall) -> list[torch.Tensor]:
+        return self.compute((output, given), (make,))[0]
+
+    def compute(
+        self, tensors: Sequence[torch.Tensor], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
+    ) -> tuple[list[torch.Tensor], BoundCall | None, tuple[int, ...]]:
+        """Make the call as Operator.compute does. It returns no results."""
+        (make,) = options
+        call = make(*tensors)
+        agreed, outputs = GROUPS.make_call(call.group, call)
+        return [], None if bind_to is None else bind(agreed, call, outputs, bind_to), ()
+
+
+IN_PLACE = InPlace()
+
+
+def begin(
+    make: MakeCall,
+    output: torch.Tensor,
+    given: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    async_op: bool,
+    stream: torch.cuda.Stream | None,
+) -> Request | Work:
     """Make a call on the caller's stream, or with async_op on `stream` or a stream of weft, after the caller's work so far.
 
         caller: ... a ready --+------------ compute ------------+-- wait: out is there
         stream:               +--> collective, its lanes --done-+
 
-    On CPUs the call has ended when this function returns. Raises ValueError for a stream without async_op, or on a CPU.
+    On CPUs the call has ended when this function returns. Without async_op this returns the Request of the call. Raises
+    ValueError for a stream without async_op, or on a CPU.
     """
+    call = make(output, given)
     if stream is not None and not (async_op and call.device.type == "cuda"):
         raise ValueError("stream is for calls with async_op=True on GPUs; else enter it: with torch.cuda.stream(stream)")
     if not async_op:
-        GROUPS.run(group, call)
-        return None
+        return Request(cast(Any, IN_PLACE), (output, given), (make,), group, None, _return_nothing)
     if call.device.type != "cuda":
-        GROUPS.run(group, call)
+        GROUPS.run(call.group, call)
         return Work((), call.out, None)
-    return _begin_on(group, call, stream or GROUPS.state(group).side_stream(call.device))
+    return _begin_on(call.group, call, stream or GROUPS.state(call.group).side_stream(call.device))
+
+
+def _return_nothing(results: list[torch.Tensor]) -> None:
+    return None
 
 
 def _begin_on(group: str, call: CollectiveCall, stream: torch.cuda.Stream) -> Work:

@@ -28,7 +28,7 @@ from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Schedule
 from weft.ops.collective import default_sms
 from weft.ops.common import DTYPES
-from weft.overlap.collectives.checks import call_of, check_pair, check_tensor, reduction
+from weft.overlap.collectives.checks import check_pair, check_tensor, make_call, reduction
 from weft.runtime.collective_calls import staging_from_environment
 from weft.runtime.groups import GROUPS
 
@@ -252,10 +252,8 @@ class _Whole(ConcurrentCollective):
 
     def move(self, schedule: Schedule) -> None:
         op: Any = self.op
-        name, call = call_of(
+        make = make_call(
             op,
-            self.output,
-            self.input,
             self.group,
             names=self.NAMES,
             reduce_op=self.reduction or "sum",
@@ -263,7 +261,8 @@ class _Whole(ConcurrentCollective):
             staging_bytes=None,
             sms=None,
         )
-        GROUPS.run(name, call)
+        call = make(self.output, self.input)
+        GROUPS.run(call.group, call)
 
 
 @dataclass(frozen=True, eq=False)
