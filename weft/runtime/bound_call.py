@@ -214,7 +214,7 @@ class BoundCall:
         """Make a call, and return what it has allocated. Return None if the slow path must make it.
 
         tensors: those of a call, of the layout for which this was made.
-        Raises PeerLost if a peer has failed.
+        Raises PeerLost if a peer has failed. Any error fails the group once the call has been logged.
         """
         group, order = self._group, self._order
         if not group.lock.acquire(False):
@@ -246,29 +246,34 @@ class BoundCall:
             if not order.lock.acquire(False):
                 return None
             try:
-                group.log_agreed_call(self._number)
-                call = PendingCall()
-                call.what, call.describe, call.stream = self._what, self._describe, raw_stream(self._index)
-                results = []
-                for out, kind in zip(outputs, self._outputs, strict=True):
-                    if kind.floats:
-                        results.append((reference_of(out.untyped_storage()), out.data_ptr(), out.nbytes))
-                call.results = results
-                order.begin(call, self._calls, self._uses if captured is None else self._replay_uses)
                 try:
-                    if captured is not None:
-                        replay_graph(captured.graph)
-                    else:
-                        self._issue(tensors, outputs, call.stream)
+                    group.log_agreed_call(self._number)
+                    call = PendingCall()
+                    call.what, call.describe, call.stream = self._what, self._describe, raw_stream(self._index)
+                    results = []
+                    for out, kind in zip(outputs, self._outputs, strict=True):
+                        if kind.floats:
+                            results.append((reference_of(out.untyped_storage()), out.data_ptr(), out.nbytes))
+                    call.results = results
+                    order.begin(call, self._calls, self._uses if captured is None else self._replay_uses)
+                    try:
+                        if captured is not None:
+                            replay_graph(captured.graph)
+                        else:
+                            self._issue(tensors, outputs, call.stream)
+                    finally:
+                        order.end(call)
                 finally:
-                    order.end(call)
-            finally:
-                order.lock.release()
-            if captured is not None and self._replays is not None:
-                self._replays.earn()
-            self._program.last_used = group.calls
-            if self._alarm():
-                group.check_peers()
+                    order.lock.release()
+                if captured is not None and self._replays is not None:
+                    self._replays.earn()
+                self._program.last_used = group.calls
+                if self._alarm():
+                    group.check_peers()
+            except BaseException as error:  # as RankGroup.fail_group_on_error: peers may wait for what was not enqueued
+                group.mark_raised()
+                group.fail(error)
+                raise
             return outputs
         finally:
             group.lock.release()
