@@ -16,7 +16,7 @@ the ranks.
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ def matmul_all_reduce(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     **scales: Unpack[ScaleOptions],
-) -> Any:
+) -> torch.Tensor:
     """Compute all_reduce(a @ b) + bias + residual. If M is small, one kernel multiplies and exchanges.
 
     Replaces
@@ -90,7 +90,7 @@ def matmul_all_reduce(
         (out,) = scaled_matmul("matmul_all_reduce", flat, [b], scaled, of_group, spec, rows=flat.shape[0], **addends)
         return out.view(shape)
     matrix = a.dim() == 2
-    return Request(
+    request = Request(
         flat_matmul_all_reduce,
         (a, b, bias, residual),
         (of_group[0], spec),
@@ -98,6 +98,7 @@ def matmul_all_reduce(
         None if matrix else _make_matrices,
         None if matrix else lambda out: out.view(shape),
     )
+    return cast(torch.Tensor, request)  # `public` runs it
 
 
 def _make_matrices(

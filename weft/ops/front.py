@@ -6,6 +6,7 @@ which tensors and options. The decorator runs the Request, and remembers it by w
 settings of torch on which results depend. The next call that is the same needs no check:
 
     warm, without gradients, on a GPU     BoundCall -> `after`
+    warm, with gradients                  `before` -> one autograd.Function over a BoundCall -> `after`
     warm, otherwise                       `before` -> Operator -> `after`
     any other call                        the function -> `before` -> Operator -> `after`
 """
@@ -80,11 +81,17 @@ def public(function: F) -> F:
                 request = function(*arguments, **options)
                 return _run(request, identity, tensors, arguments, options) if isinstance(request, Request) else request
             request = known.request
-            if known.bound is not None and (made := known.bound(tensors)) is not None:
+            if not known.recorded and known.bound is not None and (made := known.bound(tensors)) is not None:
                 results = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
                 return results if request.after is None else request.after(results)
             places, flat = request.tensors
-            request = request._replace(tensors=unflatten(places, [tensors[one] for one in flat]))
+            given = [tensors[one] for one in flat]
+            if known.recorded:
+                if request.before is not None:
+                    places, given = flatten(request.before(*unflatten(places, given)))
+                results = request.operator.apply(known, places, request.options, given)
+                return results if request.after is None else request.after(results)
+            request = request._replace(tensors=unflatten(places, given))
             # Without its BoundCall the program may have been closed, and another one may be bound now.
             return request.run() if known.bound is None else _run(request, identity, tensors, arguments, options)
         except Exception as error:
@@ -111,5 +118,7 @@ def _run(
     if identity is not None and group is not None and all(id(one) in numbers for one in flat):
         values = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
         template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]), group=None)
-        GROUPS.remembered.add(identity, Remembered(group, bound, picks, values, template))
+        made = Remembered(group, bound, picks, values, template)
+        made.recorded = request.operator.is_recorded(given)
+        GROUPS.remembered.add(identity, made)
     return results if request.after is None else request.after(results)

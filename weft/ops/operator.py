@@ -106,7 +106,23 @@ class Operator:
         if self._backward is None or observed() or not _are_plain(tensors, grad=False):
             return self.dispatched(*tensors, *options), None, ()
         places, flat = flatten(tensors)
-        return self._function.apply(self, places, tuple(options), *flat), None, ()  # type: ignore[attr-defined]
+        return self.apply(Remembered(), places, tuple(options), flat), None, ()
+
+    def apply(
+        self, known: Remembered, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Compute the operator in the graph of autograd.
+
+        known: has the BoundCall of such calls, or gets it.
+        places, flat: the structure of its tensors, and the tensors in one list, ordinary ones.
+        """
+        found: torch.Tensor | tuple[torch.Tensor, ...] = self._function.apply(self, known, places, options, *flat)  # type: ignore[attr-defined]
+        return found
+
+    def is_recorded(self, tensors: Sequence[Any]) -> bool:
+        """Return whether `compute` uses `apply` for these tensors. No mode may observe this thread."""
+        plain, needs_no_gradient = _are_plain(tensors, grad=False), _are_plain(tensors, torch.is_grad_enabled())
+        return self._backward is not None and plain and not needs_no_gradient
 
     def _compute_plain(
         self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
@@ -128,9 +144,12 @@ class Operator:
         results = call.results_of(outputs)
         numbers = {id(one): number for number, one in enumerate(chain.from_iterable(outputs.values()))}
         picks = [numbers[id(result)] for result in results if id(result) in numbers]
-        if identity is not None and (known is None or (known.bound is not None and not known.bound.makes(agreed))):
-            GROUPS.remembered.add(identity, Remembered(group_named(call.group), bind(agreed, call, outputs, flat), picks))
-        bound = None if bind_to is None else bind(agreed, call, outputs, bind_to)
+        bound = None if known is None else known.bound
+        if identity is not None and (known is None or (bound is not None and not bound.makes(agreed))):
+            bound = bind(agreed, call, outputs, flat)
+            GROUPS.remembered.add(identity, Remembered(group_named(call.group), bound, picks))
+        if bind_to is not None:
+            bound = (bound and bound.of_tensors(flat, bind_to)) or bind(agreed, call, outputs, bind_to)
         return results[0] if self.single else results, bound, picks
 
     def _kernel(self, *flat: Any) -> Any:
@@ -148,9 +167,16 @@ class Operator:
 
     # The autograd.Function of eager calls.
 
-    def record(self, ctx: Any, tensors: list[Any], options: tuple[Any, ...]) -> Any:
+    def record(
+        self, ctx: Any, known: Remembered, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
+    ) -> Any:
         """Compute the operator, and keep in ctx what its backward needs."""
-        results = self._compute_plain(tensors, options)[0]
+        tensors = unflatten(places, flat)
+        made = None if known.bound is None else known.bound(flat)
+        if made is not None:
+            results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
+        else:
+            results, known.bound, known.picks = self._compute_plain(tensors, options, flat)
         self._set_up(ctx, (*tensors, *options), results)
         return results
 
@@ -220,15 +246,17 @@ class _Recorded(torch.autograd.Function):
     """_Recorded is an operator's call in the graph of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, operator: Operator, places: Places, options: tuple[Any, ...], *given: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, operator: Operator, known: Remembered, places: Places, options: tuple[Any, ...], *given: torch.Tensor
+    ) -> Any:
         ctx.operator, ctx.places = operator, places
-        results = operator.record(ctx, unflatten(places, given), options)
+        results = operator.record(ctx, known, places, options, given)
         ctx.several = not isinstance(results, torch.Tensor)
         return tuple(results) if ctx.several else results
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        seen = _Context(ctx, unflatten(ctx.places, ctx.needs_input_grad[3:]))
+        seen = _Context(ctx, unflatten(ctx.places, ctx.needs_input_grad[4:]))
         # An operator that returns a list gets the gradients as one list.
         given = (list(grads),) if ctx.several and not ctx.operator.returns_tuple else grads
         found = ctx.operator.differentiate(seen, *given)
@@ -238,7 +266,7 @@ class _Recorded(torch.autograd.Function):
                 flat.append(grad)
             elif place:
                 flat += [None] * place if grad is None else grad
-        return (None, None, None, *flat)
+        return (None, None, None, None, *flat)
 
 
 class _Context:

@@ -14,9 +14,9 @@ failed, another thread holds a lock, or too many calls are in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from copy import copy
+from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -30,7 +30,6 @@ from weft.compat.streams import capturing, raw_stream, replay_graph
 from weft.compat.thread_state import thread_state
 from weft.core.schedule import Schedule
 from weft.runtime.bound import Outputs
-from weft.runtime.calls import PLAIN as PLAIN_MODE
 from weft.runtime.calls import Call
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.order import MOST_IN_FLIGHT, PendingCall
@@ -45,7 +44,6 @@ _BY_VALUE = frozenset((str, int, bool, float, type(None), torch.dtype))
 _STRIDED = torch.strided
 _MOST = 4096
 """The most calls that are remembered. The oldest is dropped first."""
-_NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 def identify(key: list[Any], values: list[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...] | None:
@@ -87,20 +85,22 @@ class Remembered:
     values: weak references to the Schedule values among the arguments. `identify` compares them by id, and another object may
         get the id of a dead one, so this counts as found only while all of them live.
     request: what the caller wants to know again.
+    recorded: whether such calls are recorded by autograd. Then the BoundCall takes the operator's tensors.
     """
 
-    __slots__ = ("bound", "group", "name", "picks", "request", "values")
+    __slots__ = ("bound", "group", "name", "picks", "recorded", "request", "values")
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None = None,
         bound: BoundCall | None = None,
         picks: Sequence[int] = (),
         values: Sequence[Schedule] = (),
         request: Any = None,
     ) -> None:
-        self.group, self.name, self.bound, self.picks = ref(group), group.group_name, bound, picks
-        self.values, self.request = [ref(value) for value in values], request
+        self.group: Callable[[], dist.ProcessGroup | None] = ref(group) if group is not None else lambda: None
+        self.name, self.bound, self.picks = "" if group is None else group.group_name, bound, picks
+        self.values, self.request, self.recorded = [ref(value) for value in values], request, False
 
     def is_outdated(self) -> bool:
         """Return whether one of the Schedule values is dead."""
@@ -134,10 +134,14 @@ class RememberedCalls:
 
 
 class Output(NamedTuple):
-    """An Output is a matrix that each call allocates. floats: whether a failure makes it NaN."""
+    """An Output is a matrix that each call allocates.
 
+    like: an empty tensor of its dtype on its device, whose `new_empty` takes less time than torch.empty.
+    floats: whether a failure makes it NaN.
+    """
+
+    like: torch.Tensor
     shape: torch.Size
-    dtype: torch.dtype
     floats: bool
 
 
@@ -155,7 +159,6 @@ class BoundCall:
         "_attribute",
         "_calls",
         "_describe",
-        "_device",
         "_graphs",
         "_group",
         "_index",
@@ -185,7 +188,7 @@ class BoundCall:
         resources = program.resources
         self._program, self._number, self._places, self._outputs = program, number, places, outputs
         self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
-        self._device, self._index = resources.device, resources.index
+        self._index = resources.index
         self._layout, self._replays, self._straight = layout, program.replays, straight
         self._graphs = {} if program.replays is None else program.replays.of_layout(layout)
         self._alarm = program.rank_group.load_alarm()
@@ -198,6 +201,8 @@ class BoundCall:
 
         mine, others: the tensors of one call, as this BoundCall and as the other one takes them.
         """
+        if len(mine) == len(others) and all(map(is_, mine, others)):
+            return self
         numbers = {tensor.data_ptr(): number for number, tensor in enumerate(others)}
         addresses = [mine[place].data_ptr() for place in self._places]
         if len(numbers) < len(others) or not numbers.keys() >= set(addresses):
@@ -214,7 +219,7 @@ class BoundCall:
         """Make a call, and return what it has allocated. Return None if the slow path must make it.
 
         tensors: those of a call, of the layout for which this was made.
-        Raises PeerLost if a peer has failed. Any error fails the group once the call has been logged.
+        Raises PeerLost if a peer has failed.
         """
         group, order = self._group, self._order
         if not group.lock.acquire(False):
@@ -224,15 +229,21 @@ class BoundCall:
                 return None
             if len(self._calls) >= MOST_IN_FLIGHT and not order.make_room(self._calls):
                 return None
-            with without_inference_mode() if torch.is_inference_mode_enabled() else _NO_CONTEXT:
-                outputs, addresses = [], []
-                for one in tensors:
-                    addresses.append(one.data_ptr())
-                key = list(map(addresses.__getitem__, self._places))
-                for kind in self._outputs:
-                    out = torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
-                    outputs.append(out)
-                    key.append(out.data_ptr())
+            outputs = self._allocate() if torch.is_inference_mode_enabled() else None
+            if outputs is None:
+                outputs = []
+                for like, shape, _ in self._outputs:
+                    outputs.append(like.new_empty(shape))
+            addresses = []
+            for one in tensors:
+                addresses.append(one.data_ptr())
+            key = list(map(addresses.__getitem__, self._places))
+            results = []
+            for out, (_, _, floats) in zip(outputs, self._outputs, strict=True):
+                address = out.data_ptr()
+                key.append(address)
+                if floats:
+                    results.append((out, address))
             identity = tuple(key)
             captured = self._graphs.get(identity)
             if captured is not None:
@@ -246,43 +257,42 @@ class BoundCall:
             if not order.lock.acquire(False):
                 return None
             try:
+                group.log_agreed_call(self._number)
+                call = PendingCall()
+                call.what, call.describe, call.stream = self._what, self._describe, raw_stream(self._index)
+                memory = []
+                for out, address in results:
+                    memory.append((reference_of(out.untyped_storage()), address, out.nbytes))
+                call.results = memory
+                order.begin(call, self._calls, self._uses if captured is None else self._replay_uses)
                 try:
-                    group.log_agreed_call(self._number)
-                    call = PendingCall()
-                    call.what, call.describe, call.stream = self._what, self._describe, raw_stream(self._index)
-                    results = []
-                    for out, kind in zip(outputs, self._outputs, strict=True):
-                        if kind.floats:
-                            results.append((reference_of(out.untyped_storage()), out.data_ptr(), out.nbytes))
-                    call.results = results
-                    order.begin(call, self._calls, self._uses if captured is None else self._replay_uses)
-                    try:
-                        if captured is not None:
-                            replay_graph(captured.graph)
-                        else:
-                            self._issue(tensors, outputs, call.stream)
-                    finally:
-                        order.end(call)
+                    if captured is not None:
+                        replay_graph(captured.graph)
+                    else:
+                        assert self._straight is not None
+                        self._straight.issue([*map(tensors.__getitem__, self._places), *outputs], call.stream)
                 finally:
-                    order.lock.release()
-                if captured is not None and self._replays is not None:
-                    self._replays.earn()
-                self._program.last_used = group.calls
-                if self._alarm():
-                    group.check_peers()
-            except BaseException as error:  # as RankGroup.fail_group_on_error: peers may wait for what was not enqueued
-                group.mark_raised()
-                group.fail(error)
-                raise
+                    order.end(call)
+            finally:
+                order.lock.release()
+            if captured is not None and self._replays is not None:
+                self._replays.earn()
+            self._program.last_used = group.calls
+            if self._alarm():
+                group.check_peers()
             return outputs
+        except BaseException as error:
+            # The call has been logged, so peers may run it already.
+            group.mark_raised()
+            group.fail(error)
+            raise
         finally:
             group.lock.release()
 
-    def _issue(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], stream: int) -> None:
-        assert self._straight is not None
-        # The call was made in whatever mode the caller is in.
-        with PLAIN_MODE:
-            self._straight.issue([*map(tensors.__getitem__, self._places), *outputs], stream)
+    def _allocate(self) -> list[torch.Tensor]:
+        """Allocate the outputs in inference mode. They are ordinary tensors, as in any other mode."""
+        with without_inference_mode():
+            return [like.new_empty(shape) for like, shape, _ in self._outputs]
 
 
 def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch.Tensor]) -> BoundCall | None:
@@ -306,7 +316,7 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     if len(numbers) < len(tensors):  # two tensors share memory, so it is not known which one an address belongs to
         return None
     made = [one for some in outputs.values() for one in some] if call.outputs is None else []
-    kinds = [Output(one.shape, one.dtype, one.is_floating_point()) for one in made]
+    kinds = [Output(one.new_empty(0), one.shape, one.is_floating_point()) for one in made]
     given = outputs if call.outputs is None else call.outputs
     straight = None
     if can_go_straight(program) and is_aligned(addresses_of(inputs, given)):

@@ -40,13 +40,13 @@ from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.kernels.shapes import push_sms
-from weft.runtime.bindings import Bindings, Where
+from weft.runtime.bindings import Bindings, Where, scales_name
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes, with_fused_steps
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.lane_streams import LaneStreams
-from weft.runtime.launches import FlagOperations, IssuedCall
+from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, TorchLaunch
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
 from weft.runtime.order import PendingCall, Shared, memory_of_outputs
@@ -152,6 +152,7 @@ class CudaProgram(BoundProgram):
                 lambda inputs, outputs: self._issue(self.bind(inputs, outputs)),
                 self.driver,
                 self.dtype if schedule.problem.scaling is None else None,
+                self._copied,
             )
         multiplies = {lane.name for lane, _, step in mine if isinstance(step, Gemm)}
         self.products = {lane: Products(resources.device, resources.machine) for lane in multiplies}
@@ -456,6 +457,18 @@ class CudaProgram(BoundProgram):
         if len(self._loaded) == _LAYOUTS:
             self._loaded.clear()
         self._loaded.add(layout)
+
+    def _copied(self, inputs: Inputs, outputs: Outputs) -> set[str]:
+        """Return the names of the caller's tensors that copies of a call may read or write.
+
+        Work of torch may copy any of them.
+        """
+        launches = [one for run in self.plan_of(self.bind(inputs, outputs)).batches for one in run.launches]
+        given = {name for name in (*inputs, *outputs) if name not in _ANY_STRIDES}
+        if any(isinstance(one, TorchLaunch) for one in launches):
+            return given
+        touched = {region.buffer for one in launches if isinstance(one, CopyLaunch) for region in (one.src, one.dst)}
+        return given & {name for buffer in touched for name in (buffer, scales_name(buffer))}
 
     def _layout_of(self, inputs: Inputs, outputs: Outputs) -> Hashable:
         """Return the layout of the matrices of a call, and torch's matmul settings. Lookups load their kernels themselves."""

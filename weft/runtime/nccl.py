@@ -34,7 +34,7 @@ class NcclCollective:
         for exchanges and unequal parts."""
         flat = self._flat
         if self._step.op == "all_reduce":
-            return lambda src, dst: (None if src is dst else dst.copy_(src), flat.all_reduce(dst))[1]
+            return self._plain
         if not self._even:
             return None
         if self._step.op == "all_gather":

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
@@ -144,6 +144,7 @@ class Replays:
     captures: records them.
     enqueue: enqueues a call with these tensors on the current stream.
     dtype: the dtype of the factors of its products; None if it is unknown.
+    copied: returns the names of the tensors that copies of such a call may read or write. By default all that may ever be.
     """
 
     def __init__(
@@ -152,8 +153,10 @@ class Replays:
         enqueue: Callable[[Inputs, Outputs], None],
         driver: Driver,
         dtype: torch.dtype | None = None,
+        copied: Callable[[Inputs, Outputs], Collection[str]] | None = None,
     ) -> None:
         self._captures, self._enqueue, self._driver, self._dtype = captures, enqueue, driver, dtype
+        self._copied = copied or _may_be_copied
         self._by_layout: dict[tuple[object, ...], dict[Addresses, CapturedCall]] = {}
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._captured: OrderedDict[Key, None] = OrderedDict()
@@ -251,7 +254,8 @@ class Replays:
         if not any(matrix.numel() for matrices in outputs.values() for matrix in matrices):
             return None
         memory: list[tuple[int, int]] = []
-        for tensor in _copied_tensors(inputs, outputs):
+        copied = self._copied(inputs, outputs)
+        for tensor in [one for name, some in (*inputs.items(), *outputs.items()) if name in copied for one in some]:
             behind = self._driver.memory_behind(tensor.data_ptr(), tensor.nbytes)
             if behind is None:
                 return None
@@ -288,8 +292,6 @@ def layout_key(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
     return tuple(one for some in tensors for t in some for one in (t.data_ptr() & 15, t.shape, t.stride(), t.dtype))
 
 
-def _copied_tensors(inputs: Inputs, outputs: Outputs) -> Iterator[torch.Tensor]:
-    """Yield the tensors that copies may read or write. All are contiguous."""
-    for name, tensors in (*inputs.items(), *outputs.items()):
-        if name not in _KERNELS_ALONE:
-            yield from tensors
+def _may_be_copied(inputs: Inputs, outputs: Outputs) -> list[str]:
+    """Return the names of the tensors that copies may read or write. All are contiguous."""
+    return [name for name in (*inputs, *outputs) if name not in _KERNELS_ALONE]

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.compat.cublaslt import ALIGN_BYTES
+from weft.compat.dispatch import autocast_enabled
 from weft.compat.graph_trees import outside_graph_trees
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Collective, Gemm, Region
 from weft.runtime.bound import Inputs, Outputs
+from weft.runtime.calls import PLAIN
 from weft.runtime.launches import IssuedCall, Launch, TorchLaunch
 
 if TYPE_CHECKING:
@@ -48,14 +50,14 @@ class Straight:
             matmuls={lane: partial(products.multiply, times=False) for lane, products in program.products.items()},
         )
         self._shapes = [one.shape for one in chain.from_iterable((*inputs.values(), *outputs.values()))]
-        self._slots: list[tuple[dict[Any, Any], Any, int, list[Any]]] = []
-        """For each name of tensors: the part of the bindings and the key that hold them, the number of the first of them, and
-        the columns of each, if it is a buffer."""
+        self._slots: list[tuple[dict[Any, Any], Any, list[Any], range]] = []
+        """For each name of tensors: the part of the bindings and the key that hold them, the columns of each tensor of a
+        buffer, and the numbers of the tensors."""
         first = 0
         for name, matrices in (*inputs.items(), *outputs.items()):
             place = program.place_of(bindings, name)
             columns = [cols for _, cols in place[0][place[1]]] if place[0] is bindings.tensors else [None] * len(matrices)
-            self._slots.append((*place, first, columns))
+            self._slots.append((*place, columns, range(first, first + len(matrices))))
             first += len(matrices)
         plan = program.plan_of(bindings)
         self._batches: list[tuple[torch.cuda.Stream | None, bool, list[Issue]]] = []
@@ -68,13 +70,32 @@ class Straight:
 
     def issue(self, matrices: Sequence[torch.Tensor], stream: int) -> None:
         """Enqueue a call on the caller's stream. matrices: its inputs and outputs in the order of those of the constructor."""
-        program, given = (
-            self._program,
-            [one if one.shape == shape else one.view(shape) for one, shape in zip(matrices, self._shapes, strict=True)],
-        )
-        for part, key, first, columns in self._slots:
-            part[key] = [given[first + at] if cols is None else (given[first + at], cols) for at, cols in enumerate(columns)]
-        with outside_graph_trees(self._resources.device), self._resources.temporaries(program.allocates):
+        try:
+            for part, key, columns, numbers in self._slots:
+                found: list[Any] = []
+                for cols, number in zip(columns, numbers, strict=True):
+                    one, shape = matrices[number], self._shapes[number]
+                    if one.shape != shape:
+                        one = one.view(shape)
+                    found.append(one if cols is None else (one, cols))
+                part[key] = found
+            # torch's contexts take several microseconds, so they are entered only where they change something.
+            if autocast_enabled() or torch.is_inference_mode_enabled():
+                with PLAIN:
+                    self._enqueue(stream)
+            else:
+                self._enqueue(stream)
+        finally:
+            self._clear()
+
+    def _enqueue(self, stream: int) -> None:
+        program, resources = self._program, self._resources
+        if not program.streams and not program.allocates:
+            for _, _, launches in self._batches:
+                for issue in launches:
+                    issue(stream)
+            return
+        with outside_graph_trees(resources.device), resources.temporaries(program.allocates):
             try:
                 program.streams.fork(stream)
                 for own, current, launches in self._batches:
@@ -83,11 +104,10 @@ class Straight:
                             issue(stream if own is None else own.cuda_stream)
             finally:
                 program.streams.join(stream)
-                self._clear()
 
     def _clear(self) -> None:
         """Drop the tensors of the last call."""
-        for part, key, _, _ in self._slots:
+        for part, key, *_ in self._slots:
             part[key] = ()
 
     def _prepare(self, launch: Launch, call: IssuedCall) -> Issue:
