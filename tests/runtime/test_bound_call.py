@@ -27,6 +27,7 @@ from weft.runtime import bound_call
 from weft.runtime.bound_call import BoundCall, Output, Remembered, identify
 from weft.runtime.groups import GROUPS
 from weft.runtime.order import MOST_IN_FLIGHT, PendingCall, Shared
+from weft.runtime.programs import KnownCall
 from weft.runtime.replay import CapturedCall
 from weft.schedules import build
 
@@ -68,7 +69,8 @@ class Warm:
         monkeypatch.setattr(bound_call, "current_device", lambda: self.device)
         monkeypatch.setattr(bound_call, "raw_stream", lambda index: self.stream)
         monkeypatch.setattr(bound_call, "replay_graph", lambda graph: self.log.append(graph))
-        self.bound = BoundCall(self.program, NUMBER, (0, 1), (), [Output(cast(Any, self), self.out.shape, True)])
+        self.known = KnownCall(number=NUMBER, program=self.program)
+        self.bound = BoundCall(self.known, self.program, (0, 1), (), [Output(cast(Any, self), self.out.shape, True)])
         self.outs = [self.out]
         self.capture()
 
@@ -146,8 +148,17 @@ def test_a_failed_peer_is_noticed_by_the_call_that_it_may_have_spoilt(warm: Warm
         lambda warm: setattr(warm.rank_group, "broken", PeerLost("planted")),
         lambda warm: warm.resources.order.lock.acquire(),
         lambda warm: warm.graphs.clear(),
+        lambda warm: setattr(warm.known, "forgotten", True),
     ],
-    ids=["other addresses", "other memory at an address", "another device", "a failed group", "a held lock", "closed"],
+    ids=[
+        "other addresses",
+        "other memory at an address",
+        "another device",
+        "a failed group",
+        "a held lock",
+        "closed",
+        "forgotten",
+    ],
 )
 def test_what_is_left_to_the_slow_path(warm: Warm, changed: Callable[[Warm], object]) -> None:
     assert warm.replays()
@@ -211,6 +222,14 @@ def test_a_tensor_that_is_not_aligned_is_left_to_the_slow_path(warm: Warm, strai
     warm.a = torch.ones(33)[1:].view(4, 8)
     assert warm.call() is None
     assert (straight.issued, warm.rank_group.calls) == ([], 0)
+
+
+def test_a_forgotten_call_is_not_enqueued(warm: Warm, straight: Straight) -> None:
+    """Its program may have been closed, and then others have its memory."""
+    warm.known.forgotten = True
+    assert warm.call() is None
+    assert (straight.issued, warm.rank_group.calls) == ([], 0)
+    assert not warm.bound.makes(KnownCall(number=NUMBER, program=warm.program)), "the next call gets another BoundCall"
 
 
 def test_a_graph_of_other_memory_is_not_replaced_by_launches(warm: Warm, straight: Straight) -> None:

@@ -96,6 +96,31 @@ def test_what_a_graph_holds_stays_on_every_rank(ranks: RankFixture, captured_on:
         assert first[3:] == [[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 3, 4, 5, 6], [1, 3, 5, 6, 7], [1, 3, 6, 7, 8], [3, 6, 7, 8, 1]]
 
 
+def _forgotten() -> list[list[bool]]:
+    """Whether the calls of 1 to 3 rows are forgotten, after so many that two are known, and after their programs are closed."""
+    weft.close()
+    usual, programs.KNOWN_CALLS = programs.KNOWN_CALLS, 2
+    found = []
+    try:
+        known = []
+        for rows in (1, 2, 3):
+            _call(rows)
+            known.append(next(reversed(_state().programs._known.values())))
+        found.append([one.forgotten for one in known])
+        _state().forget(_state().programs.bound())
+        found.append([one.forgotten for one in known])
+    finally:
+        programs.KNOWN_CALLS = usual
+        weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_call_that_is_forgotten_says_so(ranks: RankFixture) -> None:
+    """Warm calls ask it, and must not be made once other ranks agree anew on such calls."""
+    assert ranks(2).run(_forgotten) == [[[True, False, False], [True, True, True]]] * 2
+
+
 def _destroyed() -> list[int]:
     """Groups that are known, after each of some that were used and destroyed without having been closed."""
     weft.close()

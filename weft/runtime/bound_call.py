@@ -148,7 +148,8 @@ class Output(NamedTuple):
 class BoundCall:
     """A BoundCall replays the graphs of one program for calls whose tensors have one layout.
 
-    number: the number by which ranks compare the call.
+    known: what the ranks have agreed on for such calls. Once it is forgotten, this makes no call.
+    program: its program.
     places: for each tensor of the program's inputs, and of outputs that the caller passes, its number among the tensors of
         a call.
     outputs: the matrices that a call allocates.
@@ -162,9 +163,9 @@ class BoundCall:
         "_graphs",
         "_group",
         "_index",
+        "_known",
         "_layout",
         "_memory_at",
-        "_number",
         "_order",
         "_outputs",
         "_places",
@@ -178,15 +179,15 @@ class BoundCall:
 
     def __init__(
         self,
+        known: KnownCall,
         program: CudaProgram,
-        number: int,
         places: tuple[int, ...],
         layout: tuple[object, ...],
         outputs: list[Output],
         straight: Straight | None = None,
     ) -> None:
         resources = program.resources
-        self._program, self._number, self._places, self._outputs = program, number, places, outputs
+        self._known, self._program, self._places, self._outputs = known, program, places, outputs
         self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
         self._index = resources.index
         self._layout, self._replays, self._straight = layout, program.replays, straight
@@ -212,8 +213,8 @@ class BoundCall:
         return made
 
     def makes(self, known: KnownCall) -> bool:
-        """Return whether this makes the calls on which the ranks have agreed. It does not after its program was closed."""
-        return self._program is known.program and self._number == known.number
+        """Return whether this makes the calls on which the ranks have agreed. It does not after they have agreed anew."""
+        return self._known is known
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Make a call, and return what it has allocated. Return None if the slow path must make it.
@@ -225,7 +226,7 @@ class BoundCall:
         if not group.lock.acquire(False):
             return None
         try:
-            if group.broken is not None or current_device() != self._index or capturing():
+            if self._known.forgotten or group.broken is not None or current_device() != self._index or capturing():
                 return None
             if len(self._calls) >= MOST_IN_FLIGHT and not order.make_room(self._calls):
                 return None
@@ -257,7 +258,7 @@ class BoundCall:
             if not order.lock.acquire(False):
                 return None
             try:
-                group.log_agreed_call(self._number)
+                group.log_agreed_call(self._known.number)
                 call = PendingCall()
                 call.what, call.describe, call.stream = self._what, self._describe, raw_stream(self._index)
                 memory = []
@@ -322,4 +323,4 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     if can_go_straight(program) and is_aligned(addresses_of(inputs, given)):
         straight = Straight(program, inputs, given)
     layout = () if program.replays is None else program.replays.layout(inputs, given)
-    return BoundCall(program, known.number, tuple(places), layout, kinds, straight)
+    return BoundCall(known, program, tuple(places), layout, kinds, straight)
