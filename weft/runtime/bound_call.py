@@ -129,6 +129,12 @@ class RememberedCalls:
             if found.name == name:
                 self._table.pop(identity, None)
 
+    def drop_forgotten(self) -> None:
+        """Drop the calls that the ranks have forgotten. Their launches refer to the memory of programs that are closed."""
+        for identity, found in list(self._table.items()):
+            if found.bound is not None and found.bound.is_forgotten:
+                self._table.pop(identity, None)
+
     def clear(self) -> None:
         self._table.clear()
 
@@ -211,6 +217,10 @@ class BoundCall:
         made = copy(self)
         made._places = tuple([numbers[address] for address in addresses])
         return made
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self._known.forgotten
 
     def makes(self, known: KnownCall) -> bool:
         """Return whether this makes the calls on which the ranks have agreed. It does not after they have agreed anew."""

@@ -100,6 +100,7 @@ class Programs:
     resources_of: (device) -> what all programs on that device share: memory, streams or threads. Calls are made under the
         group's lock.
     values: the Schedule values by the strings that name them in calls.
+    drop_forgotten: drops what warm calls hold of calls that are forgotten now.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Programs:
         rank_group: RankGroup,
         resources_of: Callable[[torch.device], Resources],
         values: Mapping[str, Schedule] = MappingProxyType({}),
+        drop_forgotten: Callable[[], None] = lambda: None,
     ) -> None:
+        self._drop_forgotten = drop_forgotten
         self._rank_group, self._resources_of, self._values = rank_group, resources_of, values
         self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
         self._programs: dict[BoundProgram, Key] = {}
@@ -308,6 +311,7 @@ class Programs:
         ragged = program.ragged
         for key in [key for key, known in self._known.items() if known.program is program]:
             self._forget_call(key)
+        self._drop_forgotten()
         self._drop(program)
         if ragged is not None:
             ragged.raise_noted(ended=True)
