@@ -8,8 +8,8 @@ addresses, and the place in the order of the GPU. A warm call on a GPU is
     weft/runtime/order.py        begin and end: what is in flight, and what comes after what
 
 Everything else is the slow path, which also makes the BoundCall (weft.runtime.programs). A BoundCall returns None if it cannot
-make the call, and then the slow path makes it: the addresses have no graph yet, a graph is being captured, the group has
-failed, another thread holds a lock, or too many calls are in flight.
+make the call, and then the slow path makes it: the addresses should get a graph now, the caller captures a graph, the group has
+failed, the ranks have forgotten the call, another thread holds a lock, or too many calls are in flight.
 """
 
 from __future__ import annotations
