@@ -27,6 +27,7 @@ from weft.runtime import bound_call
 from weft.runtime.bound_call import BoundCall, Output, Remembered, identify
 from weft.runtime.groups import GROUPS
 from weft.runtime.order import MOST_IN_FLIGHT, PendingCall, Shared
+from weft.runtime.programs import KnownCall
 from weft.runtime.replay import CapturedCall
 from weft.schedules import build
 
@@ -68,7 +69,8 @@ class Warm:
         monkeypatch.setattr(bound_call, "current_device", lambda: self.device)
         monkeypatch.setattr(bound_call, "raw_stream", lambda index: self.stream)
         monkeypatch.setattr(bound_call, "replay_graph", lambda graph: self.log.append(graph))
-        self.bound = BoundCall(self.program, NUMBER, (0, 1), (), [Output(cast(Any, self), self.out.shape, True)])
+        self.known = KnownCall(number=NUMBER, program=self.program)
+        self.bound = BoundCall(self.known, self.program, (0, 1), (), [Output(cast(Any, self), self.out.shape, True)])
         self.outs = [self.out]
         self.capture()
 
@@ -133,6 +135,7 @@ def test_a_failed_peer_is_noticed_by_the_call_that_it_may_have_spoilt(warm: Warm
     warm.peer.fail(MemoryError("planted"))
     with pytest.raises(PeerLost, match="planted"):
         warm.call()
+    assert warm.rank_group._raised, "weft.close need not raise it again"
     assert not warm.replays(), "the slow path raises what a failed group raises"
 
 
@@ -145,8 +148,17 @@ def test_a_failed_peer_is_noticed_by_the_call_that_it_may_have_spoilt(warm: Warm
         lambda warm: setattr(warm.rank_group, "broken", PeerLost("planted")),
         lambda warm: warm.resources.order.lock.acquire(),
         lambda warm: warm.graphs.clear(),
+        lambda warm: setattr(warm.known, "forgotten", True),
     ],
-    ids=["other addresses", "other memory at an address", "another device", "a failed group", "a held lock", "closed"],
+    ids=[
+        "other addresses",
+        "other memory at an address",
+        "another device",
+        "a failed group",
+        "a held lock",
+        "closed",
+        "forgotten",
+    ],
 )
 def test_what_is_left_to_the_slow_path(warm: Warm, changed: Callable[[Warm], object]) -> None:
     assert warm.replays()
@@ -156,6 +168,103 @@ def test_what_is_left_to_the_slow_path(warm: Warm, changed: Callable[[Warm], obj
     if warm.resources.order.lock.locked():
         warm.resources.order.lock.release()
     warm.rank_group.broken = None
+
+
+class Straight:
+    """What stands for the launches of a call without a graph."""
+
+    def __init__(self, warm: Warm) -> None:
+        self.warm, self.issued = warm, list[list[torch.Tensor]]()
+
+    def issue(self, matrices: list[torch.Tensor], stream: int) -> None:
+        (*_, call) = self.warm.resources.watchdog.pending
+        assert (call.stream, call.enqueued, self.warm.resources.order.lock.locked()) == (stream, False, True)
+        self.issued.append(matrices)
+
+
+@pytest.fixture
+def straight(warm: Warm) -> Straight:
+    """The calls of `warm` have no graph, and none is wanted."""
+    warm.graphs.clear()
+    warm.program.replays.wants = lambda layout, addresses: False
+    warm.bound._straight = found = cast(Any, Straight(warm))
+    return cast(Straight, found)
+
+
+def test_a_call_without_a_graph_is_enqueued_in_the_same_way(warm: Warm, straight: Straight) -> None:
+    (out,) = warm.call() or []
+    assert out is warm.out
+    (matrices,) = straight.issued
+    assert all(found is given for found, given in zip(matrices, (warm.a, warm.b, warm.out), strict=True))
+    (call,) = warm.resources.watchdog.pending
+    assert (call.enqueued, call.done.reached, warm.memory.last) == (True, False, call)
+    assert (warm.rank_group.calls, warm.program.last_used, warm.log) == (1, 1, [])
+
+
+@pytest.mark.usefixtures("straight")
+def test_a_call_without_a_graph_on_another_stream_comes_after_the_last_one(warm: Warm) -> None:
+    warm.call()
+    first: PendingCall = warm.resources.watchdog.pending[0]
+    warm.stream = STREAM + 1
+    warm.call()
+    assert warm.resources.driver.log == [("wait", STREAM + 1, first.done)]
+
+
+def test_addresses_that_should_be_captured_are_left_to_the_slow_path(warm: Warm, straight: Straight) -> None:
+    asked: list[Any] = []
+    warm.program.replays.wants = lambda layout, addresses: asked.append(addresses) or True
+    assert warm.call() is None
+    assert asked == [(warm.a.data_ptr(), warm.b.data_ptr(), warm.out.data_ptr())]
+    assert (straight.issued, warm.rank_group.calls) == ([], 0)
+
+
+def test_a_tensor_that_is_not_aligned_is_left_to_the_slow_path(warm: Warm, straight: Straight) -> None:
+    warm.a = torch.ones(33)[1:].view(4, 8)
+    assert warm.call() is None
+    assert (straight.issued, warm.rank_group.calls) == ([], 0)
+
+
+def test_a_forgotten_call_is_not_enqueued(warm: Warm, straight: Straight) -> None:
+    """Its program may have been closed, and then others have its memory."""
+    warm.known.forgotten = True
+    assert warm.call() is None
+    assert (straight.issued, warm.rank_group.calls) == ([], 0)
+    assert not warm.bound.makes(KnownCall(number=NUMBER, program=warm.program)), "the next call gets another BoundCall"
+
+
+def test_a_graph_of_other_memory_is_not_replaced_by_launches(warm: Warm, straight: Straight) -> None:
+    """The slow path captures such a call anew."""
+    warm.capture()
+    warm.memory_number = 6
+    assert warm.call() is None
+    assert straight.issued == []
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_call_that_raises_while_it_is_enqueued_fails_the_group(
+    warm: Warm, straight: Straight, monkeypatch: pytest.MonkeyPatch, replays: bool, error: type[BaseException]
+) -> None:
+    """Peers wait for what was not enqueued. The call has an end: its program closes only after its lanes were released."""
+
+    def raises(*_: object) -> None:
+        raise error("planted")
+
+    warm.resources.watchdog._stop.set()
+    warm.resources.watchdog._thread.join()
+    straight.issue = raises  # type: ignore[method-assign]
+    monkeypatch.setattr(bound_call, "replay_graph", raises)
+    if replays:
+        warm.capture()
+    with pytest.raises(error, match="planted"):
+        warm.call()
+    (call,) = warm.resources.watchdog.pending
+    assert (call.enqueued, call.done.reached) == (True, False)
+    assert not warm.resources.order.lock.locked()
+    assert isinstance(warm.rank_group.broken, error)
+    assert warm.rank_group._raised
+    with pytest.raises(PeerLost, match="planted"):
+        warm.peer.check_peers()
 
 
 def test_a_captured_call_is_left_to_the_slow_path(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from conftest import RankFixture
 
 import weft
 from weft.runtime import programs
+from weft.runtime.bound_call import Remembered
 from weft.runtime.groups import GROUPS, GroupState
 
 
@@ -94,6 +95,64 @@ def test_what_a_graph_holds_stays_on_every_rank(ranks: RankFixture, captured_on:
     else:
         # The fourth comes while one, or two, of the others are held.
         assert first[3:] == [[1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 3, 4, 5, 6], [1, 3, 5, 6, 7], [1, 3, 6, 7, 8], [3, 6, 7, 8, 1]]
+
+
+def _forgotten() -> list[list[bool]]:
+    """Whether the calls of 1 to 3 rows are forgotten, after so many that two are known, and after their programs are closed."""
+    weft.close()
+    usual, programs.KNOWN_CALLS = programs.KNOWN_CALLS, 2
+    found = []
+    try:
+        known = []
+        for rows in (1, 2, 3):
+            _call(rows)
+            known.append(next(reversed(_state().programs._known.values())))
+        found.append([one.forgotten for one in known])
+        _state().forget(_state().programs.bound())
+        found.append([one.forgotten for one in known])
+    finally:
+        programs.KNOWN_CALLS = usual
+        weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_call_that_is_forgotten_says_so(ranks: RankFixture) -> None:
+    """Warm calls ask it, and must not be made once other ranks agree anew on such calls."""
+    assert ranks(2).run(_forgotten) == [[[True, False, False], [True, True, True]]] * 2
+
+
+class Bound:
+    """What stands for a BoundCall, which only GPUs have."""
+
+    def __init__(self, known: programs.KnownCall) -> None:
+        self._known = known
+
+    @property
+    def is_forgotten(self) -> bool:
+        return self._known.forgotten
+
+
+def _held_for_warm_calls() -> list[bool]:
+    """Whether something is held for warm calls of 1 and 2 rows, once the program of the first one is closed."""
+    weft.close()
+    world = dist.group.WORLD
+    assert world is not None
+    bound = []
+    for rows in (1, 2):
+        _call(rows)
+        bound.append(Bound(next(reversed(_state().programs._known.values()))))
+        GROUPS.remembered.add((rows,), Remembered(world, bound[-1]))  # type: ignore[arg-type]
+    _state().forget(_state().programs.bound()[:1])
+    found = [GROUPS.remembered.get((rows,)) is not None for rows in (1, 2)]
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_nothing_is_held_for_warm_calls_of_a_closed_program(ranks: RankFixture) -> None:
+    """The launches of such calls refer to the memory of the program, which could not be freed."""
+    assert ranks(2).run(_held_for_warm_calls) == [[False, True]] * 2
 
 
 def _destroyed() -> list[int]:

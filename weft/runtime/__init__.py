@@ -18,7 +18,7 @@ A program, which is a schedule bound to one rank:
     arithmetic.py  bags.py  host_rows.py         steps by torch: matmuls and sums; lookups; segments
     host.py  host_resources.py                   on CPUs: a call; shared memory, and lanes as threads
     cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
-    bound_call.py  replay.py                     warm calls; calls as CUDA graphs
+    bound_call.py  replay.py  straight.py        warm calls; calls as CUDA graphs; warm calls without a graph
     order.py  launch_order.py                    the order of the calls of a GPU, and which are in flight; the order of launches
     call_timer.py                                the times at which the steps of a call ran
     cuda_resources.py                            streams and symmetric memory that programs of a process group share on GPUs

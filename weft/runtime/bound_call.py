@@ -8,8 +8,8 @@ addresses, and the place in the order of the GPU. A warm call on a GPU is
     weft/runtime/order.py        begin and end: what is in flight, and what comes after what
 
 Everything else is the slow path, which also makes the BoundCall (weft.runtime.programs). A BoundCall returns None if it cannot
-make the call, and then the slow path makes it: the addresses have no graph yet, a graph is being captured, the group has
-failed, another thread holds a lock, or too many calls are in flight.
+make the call, and then the slow path makes it: the addresses should get a graph now, the caller captures a graph, the group has
+failed, the ranks have forgotten the call, another thread holds a lock, or too many calls are in flight.
 """
 
 from __future__ import annotations
@@ -129,6 +129,12 @@ class RememberedCalls:
             if found.name == name:
                 self._table.pop(identity, None)
 
+    def drop_forgotten(self) -> None:
+        """Drop the calls that the ranks have forgotten. Their launches refer to the memory of programs that are closed."""
+        for identity, found in list(self._table.items()):
+            if found.bound is not None and found.bound.is_forgotten:
+                self._table.pop(identity, None)
+
     def clear(self) -> None:
         self._table.clear()
 
@@ -148,7 +154,8 @@ class Output(NamedTuple):
 class BoundCall:
     """A BoundCall replays the graphs of one program for calls whose tensors have one layout.
 
-    number: the number by which ranks compare the call.
+    known: what the ranks have agreed on for such calls. Once it is forgotten, this makes no call.
+    program: its program.
     places: for each tensor of the program's inputs, and of outputs that the caller passes, its number among the tensors of
         a call.
     outputs: the matrices that a call allocates.
@@ -163,9 +170,9 @@ class BoundCall:
         "_graphs",
         "_group",
         "_index",
+        "_known",
         "_layout",
         "_memory_at",
-        "_number",
         "_order",
         "_outputs",
         "_places",
@@ -180,8 +187,8 @@ class BoundCall:
 
     def __init__(
         self,
+        known: KnownCall,
         program: CudaProgram,
-        number: int,
         places: tuple[int, ...],
         layout: tuple[object, ...],
         outputs: list[Output],
@@ -189,7 +196,7 @@ class BoundCall:
         written: tuple[int, ...] = (),
     ) -> None:
         resources = program.resources
-        self._program, self._number, self._places, self._outputs = program, number, places, outputs
+        self._known, self._program, self._places, self._outputs = known, program, places, outputs
         self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
         self._index = resources.index
         self._layout, self._replays, self._straight, self._written = layout, program.replays, straight, written
@@ -215,9 +222,13 @@ class BoundCall:
         made._written = tuple([numbers[mine[number].data_ptr()] for number in self._written])
         return made
 
+    @property
+    def is_forgotten(self) -> bool:
+        return self._known.forgotten
+
     def makes(self, known: KnownCall) -> bool:
-        """Return whether this makes the calls on which the ranks have agreed. It does not after its program was closed."""
-        return self._program is known.program and self._number == known.number
+        """Return whether this makes the calls on which the ranks have agreed. It does not after they have agreed anew."""
+        return self._known is known
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Make a call, and return what it has allocated. Return None if the slow path must make it.
@@ -229,7 +240,7 @@ class BoundCall:
         if not group.lock.acquire(False):
             return None
         try:
-            if group.broken is not None or current_device() != self._index or capturing():
+            if self._known.forgotten or group.broken is not None or current_device() != self._index or capturing():
                 return None
             if len(self._calls) >= MOST_IN_FLIGHT and not order.make_room(self._calls):
                 return None
@@ -263,7 +274,7 @@ class BoundCall:
             if not order.lock.acquire(False):
                 return None
             try:
-                group.log_agreed_call(self._number)
+                group.log_agreed_call(self._known.number)
                 call = PendingCall()
                 call.what, call.describe, call.stream = self._what, self._describe, raw_stream(self._index)
                 memory = []
@@ -334,4 +345,4 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     layout = () if program.replays is None else program.replays.layout(inputs, given)
     if straight is None and program.replays is None:
         return None
-    return BoundCall(program, known.number, tuple(places), layout, kinds, straight, tuple(written))
+    return BoundCall(known, program, tuple(places), layout, kinds, straight, tuple(written))

@@ -57,7 +57,9 @@ class GroupState:
         self.rank_group = RankGroup.acquire(group)
         self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
         self.lock = self.rank_group.lock
-        self.programs = Programs(self.rank_group, lambda device: self._resources_of(device), GROUPS.values)
+        self.programs = Programs(
+            self.rank_group, lambda device: self._resources_of(device), GROUPS.values, GROUPS.remembered.drop_forgotten
+        )
         self._attached: dict[type, Any] = {}
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []

@@ -61,7 +61,7 @@ _AT_ONCE = 48
 """The number of programs whose captured state fits into one exchanged number."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class KnownCall:
     """A KnownCall is what the ranks have agreed on for calls with the same key.
 
@@ -69,12 +69,15 @@ class KnownCall:
     program: the program that runs it.
     empty: whether there is nothing to multiply. Then the program is for `Call.filled`.
     rows: the rows of the program if the call is padded to a bucket (weft.runtime.buckets), or else 0.
+    forgotten: whether the ranks agree anew on the next such call, because there were too many, or its program was closed. All
+        ranks forget a call at the same time, so none may make it without the others (weft.runtime.bound_call).
     """
 
     number: int
     program: BoundProgram
     empty: bool = False
     rows: int = 0
+    forgotten: bool = False
 
 
 def memory_from_environment() -> int | None:
@@ -97,6 +100,7 @@ class Programs:
     resources_of: (device) -> what all programs on that device share: memory, streams or threads. Calls are made under the
         group's lock.
     values: the Schedule values by the strings that name them in calls.
+    drop_forgotten: drops what warm calls hold of calls that are forgotten now.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class Programs:
         rank_group: RankGroup,
         resources_of: Callable[[torch.device], Resources],
         values: Mapping[str, Schedule] = MappingProxyType({}),
+        drop_forgotten: Callable[[], None] = lambda: None,
     ) -> None:
+        self._drop_forgotten = drop_forgotten
         self._rank_group, self._resources_of, self._values = rank_group, resources_of, values
         self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
         self._programs: dict[BoundProgram, Key] = {}
@@ -211,11 +217,15 @@ class Programs:
             program.refuse_several_results(call.results)
         number = self._rank_group.number_agreed_text(call.describe_with_shares(sizes))
         known = KnownCall(number=number, program=program, empty=empty, rows=rows)
-        self._known.pop(call.key, None)
+        if call.key in self._known:
+            self._forget_call(call.key)
         self._known[call.key] = known
         if len(self._known) > KNOWN_CALLS:
-            self._known.popitem(last=False)
+            self._forget_call(next(iter(self._known)))
         return known
+
+    def _forget_call(self, key: Hashable) -> None:
+        self._known.pop(key).forgotten = True
 
     def _find(self, key: Key) -> BoundProgram | None:
         rows = key[0].m  # compared first, because there may be hundreds
@@ -300,7 +310,8 @@ class Programs:
         """Close a program, and raise the errors that its last calls have noted."""
         ragged = program.ragged
         for key in [key for key, known in self._known.items() if known.program is program]:
-            del self._known[key]
+            self._forget_call(key)
+        self._drop_forgotten()
         self._drop(program)
         if ragged is not None:
             ragged.raise_noted(ended=True)
