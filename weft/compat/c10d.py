@@ -77,7 +77,7 @@ class FlatCollectives:
         _in_order(self._group.allreduce([tensor], self._reduces))
 
 
-_SUM = AllreduceOptions()
+_SUM: Any = AllreduceOptions()
 _SUM.reduceOp, _SUM.asyncOp = dist.ReduceOp.SUM, False
 
 
