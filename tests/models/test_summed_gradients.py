@@ -75,7 +75,7 @@ def step(alone: Any, model: Any) -> int:
 def counted() -> Iterator[list[torch.dtype]]:
     """The dtypes of the all-reduces of gradients."""
     found, all_reduced = [], replicated.all_reduced
-    replicated.all_reduced = lambda x, group: found.append(x.dtype) or all_reduced(x, group)  # type: ignore[func-returns-value]
+    replicated.all_reduced = lambda x, *args, **options: found.append(x.dtype) or all_reduced(x, *args, **options)  # type: ignore[func-returns-value]
     try:
         yield found
     finally:
@@ -115,12 +115,16 @@ def _asked_for_alone() -> None:
     alone, model = pair()
     _warm(model)
     for name in ("blocks.0.norm.weight", "blocks.3.inner.down.bias"):
-        wanted = [
-            torch.autograd.grad(loss_of(one, x), one.get_parameter(name))[0]
-            for one, x in ((alone, INPUT), (model, mine(INPUT)))
-        ]
+        with counted() as sums:
+            wanted = [
+                torch.autograd.grad(loss_of(one, x), one.get_parameter(name))[0]
+                for one, x in ((alone, INPUT), (model, mine(INPUT)))
+            ]
+        assert len(sums) == 1
         assert_close(whole(wanted[1]), wanted[0])
     assert all(p.grad is None for p in model.parameters())
+    assert step(alone, model) == 1, "the others stay together"
+    same(alone, model)
 
 
 def test_a_gradient_may_be_asked_for_alone(ranks: RankFixture) -> None:
@@ -269,12 +273,21 @@ def test_checkpointed_blocks(ranks: RankFixture, reentrant: bool, sums: int) -> 
     assert ranks(2).run(_checkpointed, reentrant) == [[12, sums, sums]] * 2
 
 
-def _changed() -> None:
+def _halve(model: Any) -> None:
+    """Change the memory of parameters as an optimizer of plain tensors does. torch counts that as a change of their views."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(0.5)
+
+
+def _changed() -> list[int]:
     """Steps of optimizers, other memory, a copy, loaded values, and a pass without gradients between two steps."""
     alone, model = pair()
     _warm(model)
+    counts = []
     for change in (
         lambda one: torch.optim.SGD(one.parameters(), lr=0.1).step(),
+        _halve,
         lambda one: one.to(torch.float64).to(torch.float32),
         copy.deepcopy,
         lambda one: one.load_state_dict({name: 1.5 * value for name, value in one.state_dict().items()}),
@@ -284,17 +297,19 @@ def _changed() -> None:
         alone, model = (made if isinstance(made := change(one), nn.Module) else one for one in (alone, model))
         for one in (alone, model):
             one.zero_grad()
+        for _ in range(2):
+            counts.append(step(alone, model))
+            same(alone, model)
         with torch.no_grad():
             assert_close(model(mine(INPUT)), mine(alone(INPUT)))
-        for _ in range(2):
-            step(alone, model)
-            same(alone, model)
     with torch.inference_mode():
         assert_close(model(mine(INPUT)), mine(alone(INPUT)))
+    return counts
 
 
 def test_a_model_may_change_between_steps(ranks: RankFixture) -> None:
-    ranks(2).run(_changed)
+    """A copy has a bundle of its own. Parameters that are other objects are summed one by one."""
+    assert ranks(2).run(_changed) == [[1, 1] * 3 + [12, 1] + [1, 1] + [12, 12] * 2] * 2
 
 
 def _no_dtensors() -> list[int]:

@@ -192,6 +192,31 @@ def test_compiles_as_one_graph(ranks: RankFixture) -> None:
     ranks(2).run(_compiled)
 
 
+def _compiled_sizes() -> int:
+    """A dimension that is moved, of three sizes. How many graphs were compiled."""
+    torch.manual_seed(0)
+    b, graphs = torch.randn(10, 10), []
+
+    def block(a: torch.Tensor) -> torch.Tensor:
+        return weft.matmul_reduce_scatter(weft.all_gather_matmul(a, b, gather_dim=1).relu(), b, scatter_dim=1)
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=count)
+    for rows in (4, 6, 8):
+        for batch in (3, 1):
+            a = torch.randn(batch, rows, 10)
+            torch.testing.assert_close(compiled(a), block(a))
+    return len(graphs)
+
+
+def test_one_graph_serves_all_numbers_of_rows(ranks: RankFixture) -> None:
+    """A batch of 1 has a graph of its own, as in torch."""
+    assert ranks(2).run(_compiled_sizes) == [2, 2]
+
+
 class _Gathered(torch.autograd.Function):
     """A function of a user's, whose backward calls an operator."""
 

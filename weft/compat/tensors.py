@@ -8,6 +8,9 @@ import torch
 from torch.distributed import _functional_collectives as functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from weft.compat.c10d import sum_in_place
+from weft.compat.dispatch import observed
+
 __all__ = ["all_reduced", "grouped_mm", "multiplies", "tree_flatten", "tree_leaves", "tree_unflatten"]
 
 
@@ -29,8 +32,16 @@ def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Te
     return torch._grouped_mm(a, b, offs=ends.to(torch.int32))
 
 
-def all_reduced(x: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum of x over the ranks of torch's process group with this name. The caller's stream waits for it."""
+def all_reduced(x: torch.Tensor, group: str, *, own: bool = False) -> torch.Tensor:
+    """Return the sum of x over the ranks of torch's process group with this name. The caller's stream waits for it.
+
+    own: x is a contiguous tensor that nobody else has, so the result may have its memory.
+    """
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not observed():
+        # A functional collective takes some 50 us of host time.
+        total = x if own else x.clone(memory_format=torch.contiguous_format)
+        sum_in_place(total, group)
+        return total
     total = functional.all_reduce(x.contiguous(), "sum", group)  # type: ignore[arg-type]
     found: torch.Tensor = functional.wait_tensor(total)  # type: ignore[no-untyped-call]
     return found

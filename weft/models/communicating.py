@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import nn
 
 _RECORDED = "_weft_layers"
+_MOST_SEEN = 256
 
 
 @dataclass(eq=False)
 class LayerCalls:
     """LayerCalls records the (operator, rows of all ranks) of a layer's calls.
 
-    compiled: some calls ran in compiled code, which does not record them."""
+    compiled: some calls ran in compiled code, which does not record them.
+    seen: what callers know about calls that are recorded."""
 
     calls: set[tuple[str, int]] = field(default_factory=set)
     compiled: bool = False
+    seen: set[tuple[Any, ...]] = field(default_factory=set)
 
     def record(self, operators: Iterable[str], rows: int | None, *, eager: bool) -> None:
         """Record the operators that a call runs, now or in its backward.
@@ -32,6 +36,15 @@ class LayerCalls:
             return
         for operator in operators:
             self.calls.add((operator, rows))
+
+    def is_new(self, *call: Any) -> bool:
+        """Return whether a call is not recorded yet. It is for eager calls. call: what determines its operators and rows."""
+        if call in self.seen:
+            return False
+        if len(self.seen) >= _MOST_SEEN:
+            self.seen.clear()
+        self.seen.add(call)
+        return True
 
     def may_have(self, operator: str, served: Callable[[int], bool]) -> bool:
         """Return whether the layer may have called this operator with a number of rows that `served` accepts."""

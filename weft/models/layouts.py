@@ -30,12 +30,14 @@ class Taken:
     layout: Placement
     tokens: Tokens
     ranks: int = field(init=False)
+    sharded: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", self.mesh.size())
+        object.__setattr__(self, "sharded", isinstance(self.layout, Shard))
 
     def __call__(self, x: Tensor) -> Tensor:
-        dim = token_dim(self.layout, x)
+        dim = token_dim(self.layout, x) if self.sharded else 0
         if not isinstance(x, DTensor):
             total = self.ranks * x.shape[dim]
         elif not torch.compiler.is_compiling() and (spec := spec_of(x)).mesh is self.mesh and spec.placements == (self.layout,):
@@ -43,7 +45,7 @@ class Taken:
         else:
             x = x.redistribute(self.mesh, [self.layout])
             total, x = x.shape[dim], x.to_local()
-        self.tokens.dim, self.tokens.total = dim, total if isinstance(self.layout, Shard) else None
+        self.tokens.dim, self.tokens.total = dim, total if self.sharded else None
         return x
 
 

@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.compat.dispatch import observed
 from weft.core.problem import split
 from weft.models import quantised
 from weft.models.communicating import LayerCalls
@@ -73,6 +74,7 @@ class SharedInputLinears:
     ran: the operator calls that they have made.
     _saved_products: by member, the products that were computed in advance and that the member has not returned yet.
     _placeholder: the tensor that the module gets as its input. A member that is called with it returns its saved product.
+    _last_placeholder: the last one, by its shape, dtype, device and whether it is an inference tensor.
     _input_is_gathered: whether members are called with all tokens instead.
     """
 
@@ -82,6 +84,7 @@ class SharedInputLinears:
     ran: LayerCalls = field(default_factory=LayerCalls)
     _saved_products: dict[int, Tensor] = field(default_factory=dict)
     _placeholder: Tensor | None = None
+    _last_placeholder: dict[Any, Tensor] = field(default_factory=dict)
     _input_is_gathered: bool = False
 
     def multiply_all(self, x: Tensor) -> Tensor:
@@ -92,9 +95,19 @@ class SharedInputLinears:
         if total is None or group_of(self.members[0], eager=not torch.compiler.is_compiling()).size() == 1:
             self._placeholder = x
         else:
-            shape = [*x.shape[:dim], total, *x.shape[dim + 1 :]]
-            self._placeholder = x.new_full((), torch.nan).expand(shape)
+            self._placeholder = self._make_placeholder(x, (*x.shape[:dim], total, *x.shape[dim + 1 :]))
         return self._placeholder
+
+    def _make_placeholder(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if torch.compiler.is_compiling() or observed() or type(x) is not Tensor:
+            return x.new_full((), torch.nan).expand(shape)
+        # All calls of a shape have the same one, because a GPU fills it by a kernel.
+        kind = shape, x.dtype, x.device, torch.is_inference_mode_enabled()
+        found = self._last_placeholder.get(kind)
+        if found is None:
+            found = x.new_full((), torch.nan).expand(shape)
+            self._last_placeholder = {kind: found}
+        return found
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x over the ranks. Each member then multiplies the input that it is called with, which has all tokens."""
@@ -144,9 +157,11 @@ class SharedInputLinears:
         biases = [get_bias(member, eager) for member in members]
         self.tokens.check()
         group = group_of(members[0], eager=eager)
-        self.ran.record(ops_of_columns(x, total), count_rows(x, self.tokens.dim, total), eager=eager)
+        dim = self.tokens.dim
+        if not eager or self.ran.is_new(x.shape, dim, total, x.requires_grad, torch.is_grad_enabled()):
+            self.ran.record(ops_of_columns(x, total), count_rows(x, dim, total), eager=eager)
         multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
-        return multiply(x, weights, biases, group, self.settings, dim=self.tokens.dim, total=total)
+        return multiply(x, weights, biases, group, self.settings, dim=dim, total=total)
 
 
 class ColumnLinear(nn.Linear):
@@ -171,7 +186,8 @@ class RowLinear(nn.Linear):
         scatter = tokens.total is not None
         weight: Any = get_weight(self, eager)
         bias, group = get_bias(self, eager, summed=scatter), group_of(self, eager=eager)
-        self._weft_ran.record(ops_of_rows(scatter), count_rows(input, 0, None), eager=eager)
+        if not eager or self._weft_ran.is_new(input.shape, scatter, torch.is_grad_enabled()):
+            self._weft_ran.record(ops_of_rows(scatter), count_rows(input, 0, None), eager=eager)
         multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
         return multiply(input, weight, bias, group, self._weft_settings, dim=tokens.dim, scatter=scatter)
 

@@ -101,9 +101,13 @@ class ModuleParameter:
             self._group = get_process_group(parameter)
         return self._group
 
-    def found(self) -> Tensor | None:
-        """Return what `part` has returned for a parameter that requires gradients, if it still does."""
-        return self._part if self._parameter is not None and self._parameter.requires_grad else None
+    def last_part(self) -> Tensor | None:
+        """Return this rank's part of the parameter that was read last. None if that does not require gradients now."""
+        parameter = self._parameter
+        if parameter is None or not parameter.requires_grad:
+            return None
+        # A backward pass that reaches a part of memory that `module.to` has replaced would raise an error.
+        return self.part(parameter) if self._part is None or local_tensor_of(parameter) is not self._memory else self._part
 
     def observe(self, group: str) -> None:
         """Join the bundle of the parameters whose gradients this backward pass has summed one by one."""
@@ -199,7 +203,7 @@ class _Bundle:
     def _make_node(self) -> None:
         alive = [member for one in self._members if (member := one()) is not None and member.bundle is self]
         self._members = [*map(ref, alive)]
-        pairs = [(member, part) for member in alive if (part := member.found()) is not None]
+        pairs = [(member, part) for member in alive if (part := member.last_part()) is not None]
         members, bundle, node = [ref(member) for member, _ in pairs], ref(self), object()
 
         def arrived(has: list[bool]) -> None:

@@ -7,7 +7,7 @@ the shapes for torch.compile; what autograd saves, and the backward; and the def
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
@@ -199,7 +199,21 @@ def as_tensor(rows: torch.Tensor, entries: int, like: Sequence[int], dim: int = 
 
     The entries become its dimension `dim`.
     """
-    if len(like) == 2:
-        return rows
-    out = rows.view(entries, *like[1:-1], rows.shape[1])
-    return out.movedim(0, dim) if dim else out
+    return rows if len(like) == 2 else make_view(entries, like, dim)(rows)
+
+
+def make_view(entries: int, like: Sequence[int], dim: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that does as `as_tensor`, for matrices that become tensors of 3 dimensions or more."""
+    if is_outermost(like[1 : dim + 1]):
+        extents = (*like[1 : dim + 1], entries, *like[dim + 1 : -1])
+        return lambda rows: rows.view(*extents, rows.shape[1])
+    extents = (entries, *like[1:-1])
+    return lambda rows: rows.view(*extents, rows.shape[1]).movedim(0, dim)
+
+
+def is_outermost(before: Sequence[int]) -> bool:
+    """Return whether a dimension is the outermost one, apart from dimensions of extent 1. Then it need not be moved.
+
+    before: the extents of the dimensions before it. torch.compile does not look at them, because it would guard on them.
+    """
+    return len(before) == 0 or (not torch.compiler.is_compiling() and all(extent == 1 for extent in before))

@@ -85,9 +85,15 @@ class _Identities(torch.autograd.Function):
         found = list(grads)
         for dtype in dict.fromkeys(grad.dtype for grad in grads if grad is not None):
             these = [(i, grad) for i, grad in enumerate(grads) if grad is not None and grad.dtype == dtype]
-            total = _summed(torch.cat([grad.reshape(-1) for _, grad in these]), ctx.group)
-            for (i, grad), part in zip(these, torch.split(total, [grad.numel() for _, grad in these]), strict=True):
-                found[i] = part.view(grad.shape)
+            total = _summed(torch.cat([grad.reshape(-1) for _, grad in these]), ctx.group, own=True)
+            parts = torch.split(total, [grad.numel() for _, grad in these])
+            sums = [part.view(grad.shape) for (_, grad), part in zip(these, parts, strict=True)]
+            # A DTensor whose part begins inside of a storage cannot be deep-copied (torch 2.13), so each sum gets its own.
+            if len(sums) > 1 and not torch.is_grad_enabled():
+                views, sums = sums, [torch.empty(grad.shape, dtype=dtype, device=grad.device) for _, grad in these]
+                torch._foreach_copy_(sums, views)
+            for (i, _), one in zip(these, sums, strict=True):
+                found[i] = one
         return None, None, *found
 
 
@@ -105,8 +111,8 @@ class _AllReduce(torch.autograd.Function):
         return with_summed_double_gradient(grads[0], ctx.group), None
 
 
-def _summed(x: Tensor, group: str) -> Tensor:
+def _summed(x: Tensor, group: str, *, own: bool = False) -> Tensor:
     if not torch.is_grad_enabled():
-        return all_reduced(x, group)
+        return all_reduced(x, group, own=own)
     found: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
     return found

@@ -17,7 +17,6 @@ The backward of each is the other one, overlapped with its matmul as in the forw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, cast, overload
 
 import torch
@@ -34,7 +33,9 @@ from weft.ops.common import (
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
+    is_outermost,
     make_empty_operand_after,
+    make_view,
     resolve_group,
     schedule_to_spec,
     to_list,
@@ -182,9 +183,10 @@ def all_gather_matmul(
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
     spec, gathered = schedule_to_spec(schedule, "all_gather_matmul"), return_gathered or keep
     several, count = not isinstance(b, torch.Tensor), len(bs)
+    view = None if len(shape) == 2 else make_view(total, shape, dim)
 
     def after(flat: list[torch.Tensor]) -> Any:
-        results = flat if len(shape) == 2 else [as_tensor(one, total, shape, dim) for one in flat]
+        results = flat if view is None else [view(one) for one in flat]
         out = results[:count] if several else results[0]
         return (out, *results[count:]) if return_gathered else out
 
@@ -324,7 +326,7 @@ def matmul_reduce_scatter(
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "reduce_op": op}
         (out,) = scaled_matmul("matmul_reduce_scatter", flat, [b], own, (name, rank, world_size), spec, **sizes)
         return as_tensor(out, high - low, shape, dim)
-    after = None if len(shape) == 2 else partial(as_tensor, entries=high - low, like=shape, dim=dim)
+    after = None if len(shape) == 2 else make_view(high - low, shape, dim)
     options = (name, rank, world_size, unit, spec, op)
     request = Request(_matmul_reduce_scatter, (a, b), options, group, _make_matrix(dim, a), after)
     return cast(torch.Tensor, request)  # `public` runs it
@@ -391,7 +393,10 @@ def _make_matrix(dim: int, a: torch.Tensor) -> Callable[..., tuple[Any, ...]] | 
     """Return the function that turns a into a matrix of its rows, dimension `dim` outermost. None if it is one."""
     if a.dim() == 2:
         return None
-    return lambda a, b: (as_matrix(a.movedim(dim, 0) if dim else a), b)
+    if is_outermost(a.shape[:dim]):
+        rows = a.shape[dim] * count_rows_per_entry(a.shape[dim:])
+        return lambda a, b: (a.reshape(rows, a.shape[-1]), b)
+    return lambda a, b: (as_matrix(a.movedim(dim, 0)), b)
 
 
 def _dimension(name: str, dim: int, a: torch.Tensor) -> int:
