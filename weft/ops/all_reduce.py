@@ -35,7 +35,7 @@ from weft.ops.front import Request, public
 from weft.ops.operator import define
 from weft.ops.replicated import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, scaled_matmul
-from weft.runtime.calls import MatmulCall
+from weft.runtime.calls import MatmulCall, matmul_call
 
 
 @public
@@ -122,9 +122,7 @@ def _run(
 ) -> MatmulCall:
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    return MatmulCall(
-        op="matmul_all_reduce", a=a, bs=[b], group=group, schedule=schedule, rows=a.shape[0], row_multiple=1, extras=extras
-    )
+    return matmul_call("matmul_all_reduce", a, [b], group, schedule, rows=a.shape[0], extras=extras)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -48,7 +48,7 @@ from weft.ops.operator import define
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, scaled_matmul
 from weft.ops.schema import SymInt
-from weft.runtime.calls import MatmulCall
+from weft.runtime.calls import MatmulCall, matmul_call
 
 
 @overload
@@ -172,7 +172,7 @@ class _Shares(NamedTuple):
 
 def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> MatmulCall:
     group, _, _, unit, schedule = options
-    return MatmulCall(op="matmul_all_to_all", a=a, bs=[b], group=group, schedule=schedule, rows=a.shape[0], row_multiple=unit)
+    return matmul_call("matmul_all_to_all", a, [b], group, schedule, rows=a.shape[0], unit=unit)
 
 
 def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
@@ -338,15 +338,8 @@ def all_to_all_matmul(
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> MatmulCall:
     group, _, _, unit, schedule = options
-    return MatmulCall(
-        op="all_to_all_matmul",
-        a=a,
-        bs=[b],
-        group=group,
-        schedule=schedule,
-        rows=a.shape[0],
-        row_multiple=unit,
-        return_gathered=return_received,
+    return matmul_call(
+        "all_to_all_matmul", a, [b], group, schedule, rows=a.shape[0], unit=unit, return_gathered=return_received
     )
 
 

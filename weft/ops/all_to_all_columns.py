@@ -34,7 +34,7 @@ from weft.ops.common import (
 )
 from weft.ops.front import Request
 from weft.ops.operator import define
-from weft.runtime.calls import MatmulCall
+from weft.runtime.calls import MatmulCall, matmul_call
 
 
 def columns_to_ranks(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule) -> Request:
@@ -54,9 +54,7 @@ def _make_matrix(a: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]] | N
 
 
 def _to_ranks(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> MatmulCall:
-    return MatmulCall(
-        op="matmul_all_to_all_columns", a=a, bs=[b], group=group, schedule=schedule, rows=a.shape[0], row_multiple=1
-    )
+    return matmul_call("matmul_all_to_all_columns", a, [b], group, schedule, rows=a.shape[0])
 
 
 def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
@@ -107,16 +105,7 @@ def columns_from_ranks(
 def _from_ranks(
     a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str, return_received: bool
 ) -> MatmulCall:
-    return MatmulCall(
-        op="all_to_all_columns_matmul",
-        a=a,
-        bs=[b],
-        group=group,
-        schedule=schedule,
-        rows=a.shape[0],
-        row_multiple=1,
-        return_gathered=return_received,
-    )
+    return matmul_call("all_to_all_columns_matmul", a, [b], group, schedule, rows=a.shape[0], return_gathered=return_received)
 
 
 def _from_ranks_fake(

@@ -20,7 +20,7 @@ from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_
 from weft.ops.common import DTYPES, FLOAT8, as_matrix, describe
 from weft.ops.operator import define
 from weft.ops.schema import SymInt
-from weft.runtime.calls import MatmulCall, ScaledOperands
+from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
 from weft.runtime.scaled_products import quantise
 
 QUANTISED = torch.float8_e4m3fn
@@ -235,16 +235,16 @@ def _run(
     scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=options.use_fast_accum, quantises=scale_a is None)
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    return MatmulCall(
-        op=op,
-        a=a,
-        bs=bs,
-        group=options.group,
-        schedule=options.schedule,
+    return matmul_call(
+        op,
+        a,
+        bs,
+        options.group,
+        options.schedule,
         rows=options.rows,
-        row_multiple=options.unit,
+        unit=options.unit,
         return_gathered=options.return_gathered,
-        reduce_op=cast(Any, options.reduce_op),
+        reduce_op=options.reduce_op,
         extras=extras,
         scales=ScaledOperands(scale_a, scale_bs, scaling, options.output_dtype),
     )

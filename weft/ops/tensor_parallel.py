@@ -44,7 +44,7 @@ from weft.ops.front import Request, public
 from weft.ops.operator import define
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, scaled_matmul
 from weft.ops.schema import SymInt
-from weft.runtime.calls import MatmulCall
+from weft.runtime.calls import MatmulCall, matmul_call
 
 
 @overload
@@ -216,16 +216,7 @@ class _Gather(NamedTuple):
 
 def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> MatmulCall:
     group, rows, unit, schedule, gathered, _ = options
-    return MatmulCall(
-        op="all_gather_matmul",
-        a=a,
-        bs=bs,
-        group=group,
-        schedule=schedule,
-        rows=rows,
-        row_multiple=unit,
-        return_gathered=gathered,
-    )
+    return matmul_call("all_gather_matmul", a, bs, group, schedule, rows=rows, unit=unit, return_gathered=gathered)
 
 
 def _gather_fake(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
@@ -350,16 +341,7 @@ class _Scatter(NamedTuple):
 def _scatter(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> MatmulCall:
     group, _, _, unit, schedule, op = options
     reduce_op = cast(Literal["sum", "avg"], op)
-    return MatmulCall(
-        op="matmul_reduce_scatter",
-        a=a,
-        bs=[b],
-        group=group,
-        schedule=schedule,
-        rows=a.shape[0],
-        row_multiple=unit,
-        reduce_op=reduce_op,
-    )
+    return matmul_call("matmul_reduce_scatter", a, [b], group, schedule, rows=a.shape[0], unit=unit, reduce_op=reduce_op)
 
 
 def _scatter_fake(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:

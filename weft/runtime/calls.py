@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -275,6 +275,13 @@ class MatmulCall(Call):
             dtype=_name(self.a.dtype),  # type: ignore[arg-type]
             return_gathered=self.return_gathered,
         )
+
+
+def matmul_call(
+    op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], group: str, schedule: str, *, rows: int, unit: int = 1, **more: Any
+) -> MatmulCall:
+    """Return a MatmulCall. unit: its row_multiple."""
+    return MatmulCall(op=op, a=a, bs=bs, group=group, schedule=schedule, rows=rows, row_multiple=unit, **more)
 
 
 @dataclass(kw_only=True, slots=True)
