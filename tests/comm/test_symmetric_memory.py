@@ -18,7 +18,7 @@ from weft.comm.symmetric_heap import DeviceHeap
 from weft.compat import symmetric_memory as memory
 from weft.core.errors import PeerLost
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.order import Shared
+from weft.runtime.order import Exclusive
 
 
 def test_it_stays_while_the_device_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     area, handle = held()
     program: Any = CudaProgram.__new__(CudaProgram)
     program.resources, program.driver = SimpleNamespace(releaser=None, wait_for_calls=lambda last, **options: True), None
-    program.captured, program.memory = False, Shared()
+    program.captured, program.memory = False, Exclusive()
     program.replays = program.streams = SimpleNamespace(close=lambda: None)
     program._pieces, program._words, program._area = [], None, None
     program._reached = {"out": [area.view(torch.float32)]}

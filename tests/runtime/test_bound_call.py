@@ -24,9 +24,9 @@ from weft.core.schedule import Schedule
 from weft.ops import common, front
 from weft.ops.tensor_parallel import _all_gather_matmul
 from weft.runtime import bound_call
-from weft.runtime.bound_call import BoundCall, Output, Remembered, identify
+from weft.runtime.bound_call import BoundCall, Output, RememberedCall, identify
 from weft.runtime.groups import GROUPS
-from weft.runtime.order import MOST_IN_FLIGHT, PendingCall, Shared
+from weft.runtime.order import MOST_IN_FLIGHT, Exclusive, PendingCall
 from weft.runtime.programs import KnownCall
 from weft.runtime.replay import CapturedCall
 from weft.schedules import build
@@ -52,7 +52,7 @@ class Warm:
         self.a, self.b, self.out = torch.ones(4, 8), torch.ones(8, 3), torch.zeros(8, 3)
         self.graphs: dict[Any, CapturedCall] = {}
         replays = SimpleNamespace(of_layout=lambda layout: self.graphs, earn=lambda: self.log.append("earned"))
-        self.memory = Shared()
+        self.memory = Exclusive()
         resources.driver.memory_number = (lambda attribute, address: (0, self.memory_number), 9)
         self.program: Any = SimpleNamespace(
             resources=resources,
@@ -317,8 +317,8 @@ def _remember(warm: Warm, monkeypatch: pytest.MonkeyPatch, *, compared: object =
     options = {} if compared is None else {"schedule": compared}
     identity = identify([function.__wrapped__, 2, *options], [warm.a, warm.b, *options.values()], [])
     assert identity is not None
-    request = front.Request(_all_gather_matmul, (), (), None, None, lambda results: results[0])
-    GROUPS.remembered.add(identity, Remembered(group, warm.bound, (0,), values, request))
+    request = front.OperatorRequest(_all_gather_matmul, (), (), None, None, lambda results: results[0])
+    GROUPS.remembered.add(identity, RememberedCall(group, warm.bound, (0,), values, request))
     return group
 
 

@@ -31,7 +31,7 @@ from weft.runtime.environment import check_environment
 from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
-from weft.runtime.order import MOST_IN_FLIGHT, PendingCall, Shared, memory_of_results
+from weft.runtime.order import MOST_IN_FLIGHT, Exclusive, PendingCall, memory_of_results
 from weft.runtime.programs import KnownCall, Programs
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
@@ -402,7 +402,7 @@ def _program(resources: FakeResources, **attributes: Any) -> Any:
     """Of a schedule, no more than a test needs."""
     program = CudaProgram.__new__(CudaProgram)
     empty: dict[str, Any] = {"collectives": {}, "_pieces": [], "fused_collectives": {}, "replays": None, "_timer": None}
-    empty["memory"] = memory = Shared()
+    empty["memory"] = memory = Exclusive()
     empty |= {"uses": (memory,), "replay_uses": (memory,)}
     empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(resources, (), frozenset())}
     empty |= {"captured": False, "title": "the program", "_scratch": {}, "_plans": {}}

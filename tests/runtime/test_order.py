@@ -13,7 +13,7 @@ from single_process_ranks import FakeDriver, FakeResources, rank_groups, resourc
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.runtime import order as order_module
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.order import MOST_IN_FLIGHT, Order, PendingCall, Shared
+from weft.runtime.order import MOST_IN_FLIGHT, Exclusive, Order, PendingCall
 
 FIRST, SECOND = 3, 4
 """Streams."""
@@ -26,7 +26,7 @@ def _order() -> tuple[Order, FakeDriver]:
     return Order(cast(Any, driver)), driver
 
 
-def _call(order: Order, stream: int, *uses: Shared, ends: bool = False) -> PendingCall:
+def _call(order: Order, stream: int, *uses: Exclusive, ends: bool = False) -> PendingCall:
     """A call that is enqueued. ends: whether the device has ended it, too."""
     call = order.begin(PendingCall.of(f"a call on {stream}", lambda: "", stream), order.add(GROUP), uses)
     order.end(call)
@@ -129,7 +129,7 @@ def _enqueues(resources: FakeResources, stream: int, replay: Callable[[], object
     """A thread's call of a program that waits on SMs."""
     program: Any = CudaProgram.__new__(CudaProgram)
     program.resources, program.rank_group, program.spans, program._rehearsing = resources, resources.rank_group, None, False
-    program.memory = Shared()
+    program.memory = Exclusive()
     program.uses = program.replay_uses = (program.memory, resources.order.sms)
     program.title = f"the program on stream {stream}"
     resources.current_stream = lambda: stream  # type: ignore[method-assign]
@@ -200,7 +200,7 @@ def test_programs_that_need_no_sm_are_not_ordered() -> None:
 def test_captured_programs_come_one_after_the_other_in_each_capture() -> None:
     """On branches that a graph joins later; another thread captures at the same time."""
     (order, driver), calls = _order(), list[int]()
-    program = Shared()
+    program = Exclusive()
     for stream in (FIRST, 100 + FIRST, SECOND, 100 + FIRST, FIRST):
         order.capture(stream, GROUP, (order.sms, program), partial(calls.append, stream))
     assert calls == [FIRST, 100 + FIRST, SECOND, 100 + FIRST, FIRST]
@@ -240,6 +240,16 @@ def test_what_one_thread_loads_may_load_more() -> None:
     with order.alone(GROUP), order.alone(GROUP):
         assert order.lock.locked()
     assert not order.lock.locked()
+
+
+def test_a_call_that_is_being_enqueued_may_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup may find at a later call that its indices need another kernel."""
+    (order, _), (mine, _) = _order(), rank_groups(timeout_s=0.2)
+    with order.held(mine), order.alone(mine):
+        assert order.lock.locked()
+    assert not order.lock.locked()
+    with order.alone(mine):  # the thread that holds nothing takes it again
+        assert order.lock.locked()
 
 
 def test_a_wait_for_calls_before_is_bounded_and_names_them(

@@ -16,7 +16,7 @@ from weft.core.schedule import Flag, Push, Reduce
 from weft.runtime import cuda_resources
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.order import Shared
+from weft.runtime.order import Exclusive
 from weft.schedules import build
 
 FIRST, SECOND = 3, 4
@@ -44,7 +44,7 @@ def _replay(resources: FakeResources, stream: int, *, multiplies: bool = True) -
     """What a replay puts on its stream."""
     program = CudaProgram.__new__(CudaProgram)
     program.resources, program.spans, program._rehearsing, program._timer = resources, None, False, None
-    program.rank_group, program.memory = resources.rank_group, Shared()
+    program.rank_group, program.memory = resources.rank_group, Exclusive()
     program.uses = (program.memory,)
     program.replay_uses = (program.memory, resources.captures.uses) if multiplies else program.uses
     resources.driver.log.clear()
@@ -92,7 +92,7 @@ class Capturing:
 
 def test_branches_of_one_capture_come_one_after_the_other() -> None:
     driver: Any = Capturing()
-    program = Shared()
+    program = Exclusive()
 
     def calls(*streams: int) -> list[Any]:
         driver.log.clear()

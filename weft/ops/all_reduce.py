@@ -31,7 +31,7 @@ from weft.ops.common import (
     resolve_group,
     schedule_to_spec,
 )
-from weft.ops.front import Request, public
+from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.replicated import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, scaled_matmul
@@ -90,7 +90,7 @@ def matmul_all_reduce(
         (out,) = scaled_matmul("matmul_all_reduce", flat, [b], scaled, of_group, spec, rows=flat.shape[0], **addends)
         return out.view(shape)
     matrix = a.dim() == 2
-    request = Request(
+    request = OperatorRequest(
         flat_matmul_all_reduce,
         (a, b, bias, residual),
         (of_group[0], spec),

@@ -43,7 +43,7 @@ from weft.ops.common import (
     resolve_group,
     schedule_to_spec,
 )
-from weft.ops.front import Request, public
+from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, scaled_matmul
@@ -154,7 +154,7 @@ def matmul_all_to_all(
         return _restore_shape(out, shape, rank, world_size)
     options = (name, rank, world_size, unit, spec)
     after = None if len(shape) == 2 else partial(_restore_shape, shape=shape, rank=rank, world_size=world_size)
-    return Request(_matmul_all_to_all, (a, b), options, group, None if len(shape) == 2 else _make_matrix, after)
+    return OperatorRequest(_matmul_all_to_all, (a, b), options, group, None if len(shape) == 2 else _make_matrix, after)
 
 
 class _Shares(NamedTuple):
@@ -333,7 +333,7 @@ def all_to_all_matmul(
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
         return after(scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes))
     of_call = (name, rank, world_size, unit, spec, return_received)
-    return Request(_all_to_all_matmul, (a, b), of_call, group, None if len(shape) == 2 else _make_matrix, after)
+    return OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, None if len(shape) == 2 else _make_matrix, after)
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> MatmulCall:

@@ -32,13 +32,15 @@ from weft.ops.common import (
     resolve_group,
     schedule_to_spec,
 )
-from weft.ops.front import Request
+from weft.ops.front import OperatorRequest
 from weft.ops.operator import define
 from weft.runtime.calls import MatmulCall, matmul_call
 
 
-def columns_to_ranks(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule) -> Request:
-    """Return the Request of matmul_all_to_all(a, b, split_dim=-1)."""
+def columns_to_ranks(
+    a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule
+) -> OperatorRequest:
+    """Return the OperatorRequest of matmul_all_to_all(a, b, split_dim=-1)."""
     check_operands(a, [b])
     name, _, world_size = resolve_group(group)
     if b.shape[1] % world_size:
@@ -46,7 +48,7 @@ def columns_to_ranks(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup 
     spec = schedule_to_spec(schedule, "matmul_all_to_all_columns")
     shape, entries = a.shape, world_size * a.shape[0]
     after = None if len(shape) == 2 else partial(as_tensor, entries=entries, like=shape)
-    return Request(_matmul_all_to_all_columns, (a, b), (name, world_size, spec), group, _make_matrix(a), after)
+    return OperatorRequest(_matmul_all_to_all_columns, (a, b), (name, world_size, spec), group, _make_matrix(a), after)
 
 
 def _make_matrix(a: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]] | None:
@@ -85,8 +87,8 @@ _matmul_all_to_all_columns = define(
 
 def columns_from_ranks(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None, schedule: str | Schedule, *, return_received: bool
-) -> Request:
-    """Return the Request of all_to_all_matmul(a, b, gather_dim=-1)."""
+) -> OperatorRequest:
+    """Return the OperatorRequest of all_to_all_matmul(a, b, gather_dim=-1)."""
     name, _, world_size = resolve_group(group)
     check_operands(a, [b], parts=world_size)
     if a.shape[0] % world_size:
@@ -99,7 +101,7 @@ def columns_from_ranks(
         return (out, as_tensor(results[1], entries, shape)) if return_received else out
 
     options = (name, world_size, spec, return_received)
-    return Request(_all_to_all_columns_matmul, (a, b), options, group, _make_matrix(a), after)
+    return OperatorRequest(_all_to_all_columns_matmul, (a, b), options, group, _make_matrix(a), after)
 
 
 def _from_ranks(

@@ -1,14 +1,14 @@
 """The front door of the public operators: a call that was made before takes its BoundCall, and any other takes the slow path.
 
-A public function is decorated by `public`. It checks its arguments and returns a Request, which says which operator runs, with
-which tensors and options. The decorator runs the Request, and remembers it by what identifies the call
+A public function is decorated by `public`. It checks its arguments and returns an OperatorRequest, which says which operator runs, with
+which tensors and options. The decorator runs the OperatorRequest, and remembers it by what identifies the call
 (weft.runtime.bound_call): the function, the shapes, strides, dtypes and devices of its tensors, its other arguments, and the
 settings of torch on which results depend. The next call that is the same needs no check:
 
     warm, without gradients, on a GPU     BoundCall -> `after`
     warm, with gradients                  `before` -> one autograd.Function over a BoundCall -> `after`
-    warm, otherwise                       `before` -> Operator -> `after`
-    any other call                        the function -> `before` -> Operator -> `after`
+    warm, otherwise                       `before` -> LibraryOperator -> `after`
+    any other call                        the function -> `before` -> LibraryOperator -> `after`
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch.distributed as dist
 from weft.compat.c10d import LIVING_GROUPS
 from weft.core.schedule import Schedule
 from weft.ops.common import publish_error_instead
-from weft.ops.operator import Operator, flatten, unflatten
-from weft.runtime.bound_call import Remembered, identify
+from weft.ops.operator import LibraryOperator, flatten, unflatten
+from weft.runtime.bound_call import RememberedCall, identify
 from weft.runtime.groups import GROUPS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Request(NamedTuple):
-    """A Request says what a public function computes.
+class OperatorRequest(NamedTuple):
+    """An OperatorRequest says what a public function computes.
 
     operator: the operator that runs.
     tensors: the caller's tensors, in the places of the operator's tensors.
@@ -45,7 +45,7 @@ class Request(NamedTuple):
     before and after are kept for later calls, so they must not refer to tensors.
     """
 
-    operator: Operator
+    operator: LibraryOperator
     tensors: tuple[Any, ...]
     options: tuple[Any, ...]
     group: dist.ProcessGroup | None
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
 
 def public(function: F) -> F:
-    """Decorate a public operator, which all ranks of its argument `group` call. It returns a Request, or its result.
+    """Decorate a public operator, which all ranks of its argument `group` call. It returns an OperatorRequest, or its result.
 
     If it raises on this rank, peers that wait for this rank in the call get the error, and do not wait until the bound.
     """
@@ -70,7 +70,7 @@ def public(function: F) -> F:
     def call(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             request = function(*arguments, **options)
-            return request.run() if isinstance(request, Request) else request
+            return request.run() if isinstance(request, OperatorRequest) else request
         try:
             tensors: list[torch.Tensor] = []
             identity = identify([function, len(arguments), *options], [*arguments, *options.values()], tensors)
@@ -79,7 +79,7 @@ def public(function: F) -> F:
                 known = None
             if known is None:
                 request = function(*arguments, **options)
-                return _run(request, identity, tensors, arguments, options) if isinstance(request, Request) else request
+                return _run(request, identity, tensors, arguments, options) if isinstance(request, OperatorRequest) else request
             request = known.request
             if not known.recorded and known.bound is not None and (made := known.bound(tensors)) is not None:
                 results = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
@@ -103,13 +103,13 @@ def public(function: F) -> F:
 
 
 def _run(
-    request: Request,
+    request: OperatorRequest,
     identity: tuple[Any, ...] | None,
     tensors: Sequence[torch.Tensor],
     arguments: Sequence[Any],
     options: dict[str, Any],
 ) -> Any:
-    """Run a Request, and remember it for calls with the same identity. tensors: those of the call."""
+    """Run an OperatorRequest, and remember it for calls with the same identity. tensors: those of the call."""
     given = request.tensors if request.before is None else request.before(*request.tensors)
     results, bound, picks = request.operator.compute(given, request.options, tensors)
     group = request.group or dist.group.WORLD
@@ -118,7 +118,7 @@ def _run(
     if identity is not None and group is not None and all(id(one) in numbers for one in flat):
         values = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
         template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]), group=None)
-        made = Remembered(group, bound, picks, values, template)
+        made = RememberedCall(group, bound, picks, values, template)
         made.recorded = request.operator.is_recorded(given)
         GROUPS.remembered.add(identity, made)
     return results if request.after is None else request.after(results)

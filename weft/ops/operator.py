@@ -31,7 +31,7 @@ from weft.compat.dispatch import (
 )
 from weft.compat.tensors import tree_flatten, tree_leaves, tree_unflatten
 from weft.ops.schema import schema_of
-from weft.runtime.bound_call import PLAIN, BoundCall, Remembered, bind, identify
+from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind, identify
 from weft.runtime.calls import Call
 from weft.runtime.groups import GROUPS
 
@@ -51,8 +51,8 @@ class _Library(torch.library.Library):
 _LIBRARY = _Library("weft", "DEF")  # type: ignore[no-untyped-call]
 
 
-class Operator:
-    """An Operator is weft::name.
+class LibraryOperator:
+    """A LibraryOperator is weft::name.
 
     name: its name in torch.library.
     dispatched: the operator of torch.library.
@@ -95,7 +95,7 @@ class Operator:
     def compute(
         self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, BoundCall | None, Sequence[int]]:
-        """Return the results, and a BoundCall for calls like this one with its picks (weft.runtime.bound_call.Remembered).
+        """Return the results, and a BoundCall for calls like this one with its picks (weft.runtime.bound_call.RememberedCall).
 
         bind_to: the tensors by which the BoundCall will be called. Without them there is none.
         """
@@ -106,10 +106,10 @@ class Operator:
         if self._backward is None or observed() or not _are_plain(tensors, grad=False):
             return self.dispatched(*tensors, *options), None, ()
         places, flat = flatten(tensors)
-        return self.apply(Remembered(), places, tuple(options), flat), None, ()
+        return self.apply(RememberedCall(), places, tuple(options), flat), None, ()
 
     def apply(
-        self, known: Remembered, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
+        self, known: RememberedCall, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Compute the operator in the graph of autograd.
 
@@ -147,7 +147,7 @@ class Operator:
         bound = None if known is None else known.bound
         if identity is not None and (known is None or (bound is not None and not bound.makes(agreed))):
             bound = bind(agreed, call, outputs, flat)
-            GROUPS.remembered.add(identity, Remembered(group_named(call.group), bound, picks))
+            GROUPS.remembered.add(identity, RememberedCall(group_named(call.group), bound, picks))
         if bind_to is not None:
             bound = (bound and bound.of_tensors(flat, bind_to)) or bind(agreed, call, outputs, bind_to)
         return results[0] if self.single else results, bound, picks
@@ -168,7 +168,7 @@ class Operator:
     # The autograd.Function of eager calls.
 
     def record(
-        self, ctx: Any, known: Remembered, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
+        self, ctx: Any, known: RememberedCall, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
     ) -> Any:
         """Compute the operator, and keep in ctx what its backward needs."""
         tensors = unflatten(places, flat)
@@ -187,7 +187,7 @@ class Operator:
         return found[: self._count]
 
 
-def define(name: str, run: Function, fake: Function, **options: Any) -> Operator:
+def define(name: str, run: Function, fake: Function, **options: Any) -> LibraryOperator:
     """Define the operator weft::name, and return it.
 
     The annotations of `run` say what the operator takes and returns. An option is a plain value or a NamedTuple of plain
@@ -202,7 +202,7 @@ def define(name: str, run: Function, fake: Function, **options: Any) -> Operator
     returns: what the operator returns, if `run` returns a Call that computes it.
     double_backward: whether the backward is itself differentiable; if not, gradients of its gradients raise ValueError.
     """
-    return Operator(name, run, fake, **options)
+    return LibraryOperator(name, run, fake, **options)
 
 
 Places = tuple[int | None, ...]
@@ -247,7 +247,12 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, operator: Operator, known: Remembered, places: Places, options: tuple[Any, ...], *given: torch.Tensor
+        ctx: Any,
+        operator: LibraryOperator,
+        known: RememberedCall,
+        places: Places,
+        options: tuple[Any, ...],
+        *given: torch.Tensor,
     ) -> Any:
         ctx.operator, ctx.places = operator, places
         results = operator.record(ctx, known, places, options, given)

@@ -40,7 +40,7 @@ from weft.ops.common import (
     schedule_to_spec,
     to_list,
 )
-from weft.ops.front import Request, public
+from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, scaled_matmul
 from weft.ops.schema import SymInt
@@ -195,7 +195,7 @@ def all_gather_matmul(
         own = scaled.moved(dim)
         return after(scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes))
     options = (name, total * unit, max(unit, 1), spec, gathered, keep)
-    return Request(_all_gather_matmul, (a, bs), options, group, _make_matrix(dim, a), after)
+    return OperatorRequest(_all_gather_matmul, (a, bs), options, group, _make_matrix(dim, a), after)
 
 
 class _Gather(NamedTuple):
@@ -319,7 +319,7 @@ def matmul_reduce_scatter(
         return as_tensor(out, high - low, shape, dim)
     after = None if len(shape) == 2 else make_view(high - low, shape, dim)
     options = (name, rank, world_size, unit, spec, op)
-    request = Request(_matmul_reduce_scatter, (a, b), options, group, _make_matrix(dim, a), after)
+    request = OperatorRequest(_matmul_reduce_scatter, (a, b), options, group, _make_matrix(dim, a), after)
     return cast(torch.Tensor, request)  # `public` runs it
 
 

@@ -76,8 +76,8 @@ def identify(key: list[Any], values: list[Any], tensors: list[torch.Tensor]) -> 
     return None if state is None else (*key, *state)
 
 
-class Remembered:
-    """A Remembered is what a call needs that is the same as an earlier one.
+class RememberedCall:
+    """A RememberedCall is what a call needs that is the same as an earlier one.
 
     group, name: the process group, as a weak reference, and its name.
     bound: the BoundCall. None if such a call cannot be replayed.
@@ -108,17 +108,17 @@ class Remembered:
 
 
 class RememberedCalls:
-    """RememberedCalls is a table of Remembered, by what `identify` returns.
+    """RememberedCalls is a table of RememberedCall, by what `identify` returns.
 
-    get: returns the Remembered of a call, or None. Its process group may have been destroyed, and then is not in LIVING_GROUPS.
+    get: returns the RememberedCall of a call, or None. Its process group may have been destroyed, and then is not in LIVING_GROUPS.
         Its Schedule values may be dead.
     """
 
     def __init__(self) -> None:
-        self._table: dict[tuple[Any, ...], Remembered] = {}
+        self._table: dict[tuple[Any, ...], RememberedCall] = {}
         self.get = self._table.get
 
-    def add(self, identity: tuple[Any, ...], found: Remembered) -> None:
+    def add(self, identity: tuple[Any, ...], found: RememberedCall) -> None:
         self._table[identity] = found
         if len(self._table) > _MOST:
             self._table.pop(next(iter(self._table)), None)

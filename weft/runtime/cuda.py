@@ -49,7 +49,7 @@ from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, TorchLaunch
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
-from weft.runtime.order import PendingCall, Shared, memory_of_outputs
+from weft.runtime.order import Exclusive, PendingCall, memory_of_outputs
 from weft.runtime.peer_waits import describe_unfinished, describe_waits
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
@@ -122,7 +122,7 @@ class CudaProgram(BoundProgram):
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
         self._preset_flags_of_previous_calls()
         self.fixed = self._fixed_bindings()
-        self.memory = Shared()
+        self.memory = Exclusive()
         self._set_up_steps(schedule)
         # The flags of these lanes need no SM. If matmuls fill the SMs, even a kernel of one warp would wait for a free one.
         alone = isinstance(schedule.problem, CollectiveProblem)

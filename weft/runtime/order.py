@@ -8,7 +8,7 @@ There is one for each GPU of a process. All process groups that use the GPU shar
 the GPU nothing. Writing a word into host memory instead took 3.2 us of every call. At most MOST_IN_FLIGHT calls of a group are
 in flight.
 
-**After what.** Calls that use the same thing (`Shared`) run one after the other, on whatever streams they are:
+**After what.** Calls that use the same thing (`Exclusive`) run one after the other, on whatever streams they are:
 
     a program                      its memory and its flags
     the SMs on which kernels wait  see below
@@ -131,8 +131,8 @@ class PendingCall:
         return held
 
 
-class Shared:
-    """A Shared stands for something that calls use one after the other.
+class Exclusive:
+    """An Exclusive stands for something that calls use one after the other.
 
     last: the last call that uses it.
     """
@@ -176,11 +176,11 @@ class Order:
     """
 
     def __init__(self, driver: Driver) -> None:
-        self.driver, self.lock, self.sms = driver, threading.Lock(), Shared()
+        self.driver, self.lock, self.sms = driver, threading.Lock(), Exclusive()
         self._loads = False
         """True while the thread that holds the lock loads kernels."""
-        self._alone: int | None = None
-        """The thread that has the GPU to itself."""
+        self._holder: int | None = None
+        """The thread that holds the lock by `held` or `alone`."""
         self._calls: dict[RankGroup, deque[PendingCall]] = {}
         self._listing, self._dropping = threading.Lock(), threading.Lock()
         """Locks that are held while groups are added, removed and listed, and while ended calls are dropped."""
@@ -213,7 +213,7 @@ class Order:
         self.drop_ended(calls)
         return len(calls) < MOST_IN_FLIGHT
 
-    def begin(self, call: PendingCall, calls: deque[PendingCall], uses: Sequence[Shared] = ()) -> PendingCall:
+    def begin(self, call: PendingCall, calls: deque[PendingCall], uses: Sequence[Exclusive] = ()) -> PendingCall:
         """Begin a call of a group, after the last calls that use the same things. Hold the lock.
 
         The call is watched from when its stream reaches this point, also while it is still being enqueued.
@@ -341,12 +341,20 @@ class Order:
         try:
             yield
         finally:
-            self.lock.release()
+            self.release()
 
     def acquire(self, group: RankGroup) -> None:
-        """Take the lock for this thread. Raises as `held` does."""
-        if self.lock.acquire(blocking=False):
-            return
+        """Take the lock for this thread, until `release`. Raises as `held` does."""
+        if not self.lock.acquire(blocking=False):
+            self._await_lock(group)
+        self._holder = threading.get_ident()
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._holder = None
+        self.lock.release()
+
+    def _await_lock(self, group: RankGroup) -> None:
         began = time.monotonic()
         while not self.lock.acquire(timeout=_LOOKS_S):
             group.check_peers()
@@ -362,9 +370,10 @@ class Order:
     def alone(self, group: RankGroup) -> Iterator[None]:
         """Return a context in which no call is in flight on the GPU, and no other thread enqueues one.
 
-        Raises PeerLost, or WaitTimeout at the bound of first calls. Contexts of one thread nest.
+        A thread that holds the lock already gets it at once: a call that is being enqueued may find that it needs a kernel.
+        Raises PeerLost, or WaitTimeout at the bound of first calls.
         """
-        if self._alone == threading.get_ident():
+        if self._holder == threading.get_ident():
             yield
             return
         deadline = time.monotonic() + max(group.timeout_s, FIRST_S)
@@ -379,13 +388,13 @@ class Order:
             self.acquire(group)
             if self._is_idle():
                 break
-            self.lock.release()
-        self._loads, self._alone = True, threading.get_ident()
+            self.release()
+        self._loads = True
         try:
             yield
         finally:
-            self._loads, self._alone = False, None
-            self.lock.release()
+            self._loads = False
+            self.release()
 
     def _is_idle(self) -> bool:
         """Return whether every call that has been enqueued completely has ended."""
@@ -395,7 +404,7 @@ class Order:
 
     # Captures.
 
-    def capture(self, stream: int, group: RankGroup, uses: Sequence[Shared], enqueue: Callable[[], None]) -> None:
+    def capture(self, stream: int, group: RankGroup, uses: Sequence[Exclusive], enqueue: Callable[[], None]) -> None:
         """Enqueue a call on a captured stream, after the last calls of the same capture that use the same things.
 
         Raises as `held` does.

@@ -28,7 +28,7 @@ from weft.compat.comm_streams import comm_stream
 from weft.compat.streams import Driver
 from weft.core.logs import warn_once
 from weft.runtime.bound import Inputs, Outputs
-from weft.runtime.order import Shared
+from weft.runtime.order import Exclusive
 from weft.runtime.products import settings
 
 Addresses = tuple[int, ...]
@@ -76,7 +76,7 @@ class Captures:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.uses = device, Shared()
+        self.device, self.uses = device, Exclusive()
 
     @cached_property
     def _workspace(self) -> tuple[torch.cuda.Stream, torch.cuda.MemPool | None, torch.Tensor]:

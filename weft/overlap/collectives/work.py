@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from weft.ops.front import Request
+from weft.ops.front import OperatorRequest
 from weft.runtime.bound_call import BoundCall, bind
 from weft.runtime.collective_calls import CollectiveCall
 from weft.runtime.groups import GROUPS
@@ -67,7 +67,7 @@ class InPlace:
     def compute(
         self, tensors: Sequence[torch.Tensor], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
     ) -> tuple[list[torch.Tensor], BoundCall | None, tuple[int, ...]]:
-        """Make the call as Operator.compute does. It returns no results."""
+        """Make the call as LibraryOperator.compute does. It returns no results."""
         (make,) = options
         call = make(*tensors)
         agreed, outputs = GROUPS.make_call(call.group, call)
@@ -85,20 +85,20 @@ def begin(
     *,
     async_op: bool,
     stream: torch.cuda.Stream | None,
-) -> Request | Work:
+) -> OperatorRequest | Work:
     """Make a call on the caller's stream, or with async_op on `stream` or a stream of weft, after the caller's work so far.
 
         caller: ... a ready --+------------ compute ------------+-- wait: out is there
         stream:               +--> collective, its lanes --done-+
 
-    On CPUs the call has ended when this function returns. Without async_op this returns the Request of the call. Raises
+    On CPUs the call has ended when this function returns. Without async_op this returns the OperatorRequest of the call. Raises
     ValueError for a stream without async_op, or on a CPU.
     """
     call = make(output, given)
     if stream is not None and not (async_op and call.device.type == "cuda"):
         raise ValueError("stream is for calls with async_op=True on GPUs; else enter it: with torch.cuda.stream(stream)")
     if not async_op:
-        return Request(cast(Any, IN_PLACE), (output, given), (make,), group, None, _return_nothing)
+        return OperatorRequest(cast(Any, IN_PLACE), (output, given), (make,), group, None, _return_nothing)
     if call.device.type != "cuda":
         GROUPS.run(call.group, call)
         return Work((), call.out, None)
