@@ -6,7 +6,7 @@ data moves. If they differ, RankMismatch shows the difference. Results have thei
 ignore torch.autocast. Modules of weft.models cast their operands, like torch's own modules.
 
 Each file has its operators from the public function to the backward. common.py has shared code, and describes that order. A
-public function returns an OperatorRequest, which front.py runs and remembers. operator.py defines the operators of torch.library.
+public function returns an OperatorRequest, which front.py runs and remembers. operator.py defines torch.library's operators.
 
     tensor_parallel.py        all_gather_matmul, matmul_reduce_scatter
     all_reduce.py             matmul_all_reduce

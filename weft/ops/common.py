@@ -1,8 +1,8 @@
 """The operators share this code, which checks their arguments, and reshapes tensors to matrices.
 
-The file of an operator has, from top to bottom: the public function, which returns an OperatorRequest (weft.ops.front); the options of
-its torch.library operator, which are its non-tensor arguments; the function that computes it, or returns the Call that does;
-the shapes for torch.compile; what autograd saves, and the backward; and the definition (weft.ops.operator).
+The file of an operator has, from top to bottom: the public function, which returns an OperatorRequest (weft.ops.front); the
+options of its torch.library operator, which are its non-tensor arguments; the function that computes it, or returns the Call
+that does; the shapes for torch.compile; what autograd saves, and the backward; and the definition (weft.ops.operator).
 """
 
 from __future__ import annotations

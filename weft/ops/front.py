@@ -1,7 +1,7 @@
 """The front door of the public operators: a call that was made before takes its BoundCall, and any other takes the slow path.
 
-A public function is decorated by `public`. It checks its arguments and returns an OperatorRequest, which says which operator runs, with
-which tensors and options. The decorator runs the OperatorRequest, and remembers it by what identifies the call
+A public function is decorated by `public`. It checks its arguments and returns an OperatorRequest, which says which operator
+runs, with which tensors and options. The decorator runs it, and remembers it by what identifies the call
 (weft.runtime.bound_call): the function, the shapes, strides, dtypes and devices of its tensors, its other arguments, and the
 settings of torch on which results depend. The next call that is the same needs no check:
 

@@ -110,8 +110,8 @@ class RememberedCall:
 class RememberedCalls:
     """RememberedCalls is a table of RememberedCall, by what `identify` returns.
 
-    get: returns the RememberedCall of a call, or None. Its process group may have been destroyed, and then is not in LIVING_GROUPS.
-        Its Schedule values may be dead.
+    get: returns the RememberedCall of a call, or None. If its process group was destroyed, that is not in LIVING_GROUPS. Its
+        Schedule values may be dead.
     """
 
     def __init__(self) -> None:
