@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.ops.operator import can_skip_dispatcher, define
@@ -50,13 +52,51 @@ SCHEMAS = [
     "weft::swiglu(Tensor hidden, Tensor counts) -> Tensor",
     "weft::swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",
 ]
-"""Saved graphs name operators and their arguments: these stay as they are."""
+"""Saved graphs name operators and their arguments: these stay as they are, and so do those of NAME_forward."""
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.partition("(")[0])
 def test_saved_graphs_find_their_operators(schema: str) -> None:
     name = schema.partition("(")[0].removeprefix("weft::")
     assert str(getattr(torch.ops.weft, name).default._schema) == schema
+
+
+def _has_autograd(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd")
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.partition("(")[0])
+def test_what_computes_a_differentiable_operator_takes_the_same_arguments(schema: str) -> None:
+    name, rest = schema.split("(", 1)
+    if _has_autograd(name):
+        forward = getattr(torch.ops.weft, f"{name.removeprefix('weft::')}_forward").default
+        assert str(forward._schema) == f"{name}_forward({rest}"
+        assert not _has_autograd(f"{name}_forward")
+
+
+def test_compiled_graphs_have_operators_without_autograd() -> None:
+    """Python around an operator for autograd takes longer than the rest of its dispatch."""
+    graphs: list[list[str]] = []
+
+    def note(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append([node.target.name() for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload)])
+        return make_boxed_func(graph.forward)
+
+    hidden, counts = torch.randn(3, 4, requires_grad=True), torch.tensor([2])
+    compiled = torch.compile(lambda x: torch.ops.weft.swiglu(x, counts), backend=aot_autograd(fw_compiler=note))
+    torch._dynamo.reset()
+    compiled(hidden).sum().backward()
+    gradient, hidden.grad = hidden.grad, None
+    torch.ops.weft.swiglu(hidden, counts).sum().backward()
+    assert torch.equal(_not_none(gradient), _not_none(hidden.grad))
+    names = [name for graph in graphs for name in graph if name.startswith("weft::")]
+    assert names == ["weft::swiglu_forward", "weft::swiglu_backward"]
+    assert not any(map(_has_autograd, names))
+
+
+def _not_none(one: torch.Tensor | None) -> torch.Tensor:
+    assert one is not None
+    return one
 
 
 def test_tensors_come_before_options() -> None:

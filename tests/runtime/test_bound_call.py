@@ -232,12 +232,14 @@ def test_a_forgotten_call_is_not_enqueued(warm: Warm, straight: Straight) -> Non
     assert not warm.bound.makes(KnownCall(number=NUMBER, program=warm.program)), "the next call gets another BoundCall"
 
 
-def test_a_graph_of_other_memory_is_not_replaced_by_launches(warm: Warm, straight: Straight) -> None:
-    """The slow path captures such a call anew."""
+def test_a_graph_of_other_memory_is_captured_anew_if_that_was_earned(warm: Warm, straight: Straight) -> None:
     warm.capture()
     warm.memory_number = 6
-    assert warm.call() is None
-    assert straight.issued == []
+    warm.program.replays.wants = lambda layout, addresses: True
+    assert (warm.call(), straight.issued) == (None, [])
+    warm.program.replays.wants = lambda layout, addresses: False
+    assert warm.call() == [warm.out]
+    assert (len(straight.issued), warm.log) == (1, [])
 
 
 @pytest.mark.parametrize("replays", [False, True])
@@ -317,7 +319,7 @@ def _remember(warm: Warm, monkeypatch: pytest.MonkeyPatch, *, compared: object =
     options = {} if compared is None else {"schedule": compared}
     identity = identify([function.__wrapped__, 2, *options], [warm.a, warm.b, *options.values()], [])
     assert identity is not None
-    request = front.OperatorRequest(_all_gather_matmul, (), (), None, None, lambda results: results[0])
+    request = front.OperatorRequest(_all_gather_matmul, ((-1, -1), [0, 1]), (), None, None, lambda results: results[0])
     GROUPS.remembered.add(identity, RememberedCall(group, warm.bound, (0,), values, request))
     return group
 
@@ -340,6 +342,15 @@ def test_a_warm_call_takes_few_frames(warm: Warm, monkeypatch: pytest.MonkeyPatc
     named = [(file, name.partition(".<locals>")[0]) for file, name in frames if not name.endswith("<listcomp>")]
     assert named == walked_when_warm()
     assert group
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_call_that_is_remembered_anew_is_one_of_the_same_group(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = _remember(warm, monkeypatch)
+    warm.graphs.clear()
+    monkeypatch.setattr(front, "_run", lambda request, *_: request.group)
+    found: Any = weft.all_gather_matmul(warm.a, warm.b)
+    assert found is group
 
 
 @pytest.mark.usefixtures("forgotten")

@@ -12,7 +12,7 @@ from conftest import RankFixture
 
 import weft
 from weft.runtime import programs
-from weft.runtime.bound_call import Remembered
+from weft.runtime.bound_call import RememberedCall
 from weft.runtime.groups import GROUPS, GroupState
 
 
@@ -142,7 +142,7 @@ def _held_for_warm_calls() -> list[bool]:
     for rows in (1, 2):
         _call(rows)
         bound.append(Bound(next(reversed(_state().programs._known.values()))))
-        GROUPS.remembered.add((rows,), Remembered(world, bound[-1]))  # type: ignore[arg-type]
+        GROUPS.remembered.add((rows,), RememberedCall(world, bound[-1]))  # type: ignore[arg-type]
     _state().forget(_state().programs.bound()[:1])
     found = [GROUPS.remembered.get((rows,)) is not None for rows in (1, 2)]
     weft.close()

@@ -245,8 +245,10 @@ def test_what_one_thread_loads_may_load_more() -> None:
 def test_a_call_that_is_being_enqueued_may_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lookup may find at a later call that its indices need another kernel."""
     (order, _), (mine, _) = _order(), rank_groups(timeout_s=0.2)
-    with order.held(mine), order.alone(mine):
-        assert order.lock.locked()
+    with order.held(mine):
+        with order.alone(mine):
+            assert (order.lock.locked(), order._loads) == (True, True), "others wait as long as for a first call"
+        assert not order._loads
     assert not order.lock.locked()
     with order.alone(mine):  # the thread that holds nothing takes it again
         assert order.lock.locked()

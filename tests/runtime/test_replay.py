@@ -78,6 +78,10 @@ def _recorded(enqueue: Callable[[], None], *, pool: object) -> Graph:
     return graph
 
 
+def _all_but_b(inputs: Inputs, outputs: Outputs) -> list[str]:
+    return [name for name in (*inputs, *outputs) if name not in replay.ANY_STRIDES]
+
+
 class Calls:
     """Calls of one program, all with the same tensors: a -> out, by b."""
 
@@ -85,7 +89,7 @@ class Calls:
         self.a, self.b, self.out = (_alone() for _ in range(3))
         self.memory, self.captures = memory, 0
         self.pages = {name: memory.map(tensor) for name, tensor in (("a", self.a), ("b", self.b), ("out", self.out))}
-        self.replays = Replays(cast(Any, SimpleNamespace(record=_recorded)), self._enqueue, Driver())
+        self.replays = Replays(cast(Any, SimpleNamespace(record=_recorded)), self._enqueue, Driver(), None, _all_but_b)
 
     def _enqueue(self, inputs: Inputs, outputs: Outputs) -> None:
         self.captures += 1
@@ -176,7 +180,7 @@ class Layers:
         self.b, self.captures, self.replayed = _alone(), 0, 0
         for tensor in (*self.room, self.b):
             memory.map(tensor)
-        self.replays = Replays(cast(Any, SimpleNamespace(record=_recorded)), self._enqueue, Driver())
+        self.replays = Replays(cast(Any, SimpleNamespace(record=_recorded)), self._enqueue, Driver(), None, _all_but_b)
 
     def _enqueue(self, inputs: Inputs, outputs: Outputs) -> None:
         self.captures += 1
@@ -305,7 +309,7 @@ def test_a_lookup_in_other_tables_at_the_same_address_is_another_call(calls: Cal
 
     def key(tables: torch.Tensor, indices: torch.Tensor) -> object:
         inputs, outputs = {"tables": [tables], "indices": [indices]}, {"out": [out]}
-        return calls.replays.layout(inputs, outputs), replay.addresses_of(inputs, outputs)
+        return calls.replays.layout(inputs), replay.addresses_of(inputs, outputs)
 
     first = key(tables[:1000], indices)
     assert first == key(tables[:1000], memory[:10].view(torch.int32))

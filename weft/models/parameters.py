@@ -1,8 +1,8 @@
 """The plain tensors that the modules of weft compute with, while their parameters are DTensors.
 
 A module has one ModuleParameter for each parameter. It looks up this rank's part and its process group once, and again when the
-parameter is another object, has other memory (`module.to`), is frozen or thawed, or is used on another stream. The part is the
-output of an autograd node that saves no tensors, so all forward passes can use it:
+parameter is another object or has other memory (`module.to`). While the parameter is frozen, the part is outside of autograd.
+Otherwise it is the output of an autograd node, one for each stream, which saves no tensors, so all forward passes can use it:
 
     AccumulateGrad of the DTensor <-- _Part (makes the gradient a DTensor) <-- the module's operators
 
@@ -14,11 +14,11 @@ them has arrived:
     _Part of the next norm's  <-- +-- one node of a _Bundle --+-- operators of the next norm
     _Part of a linear's bias  <--'                            '-- operators of the linear
 
-A bundle is found by observation, because autograd also runs the hooks of a parameter that has no gradient, if it can be reached
-from a node that runs. In its first backward pass, each parameter has a node of its own, and those whose nodes run in one pass
-become a bundle. A parameter without a gradient in a pass in which others of its bundle have one leaves them (its hooks see that
-once, with None), together with all others without one. Ranks that run the same program therefore have the same bundles, even if
-they free a model's modules at different times.
+A bundle is found by observation. If all parameters were bundled in advance, autograd would run the hooks of parameters that a
+pass does not use, with None as the gradient. So in its first backward pass, each parameter has a node of its own, and those
+whose nodes run in one pass become a bundle. A parameter without a gradient in a pass in which others of its bundle have one
+leaves them (its hooks see that once, with None), together with all others without one. Ranks that run the same program
+therefore have the same bundles, even if they free a model's modules at different times.
 
 FSDP2 replaces parameters, and needs each gradient when the backward pass leaves its module. So a parameter that is not the one
 that the style has made is summed by itself.
@@ -177,7 +177,8 @@ class _Part(torch.autograd.Function):
 class _Bundle:
     """Parameters of one process group whose gradients have arrived in the same backward passes so far.
 
-    The parameters own it. It refers to them weakly, so they are freed with their modules. A parameter may leave by itself.
+    The parameters own it. It refers to them weakly, so they are freed with their modules. A parameter that is frozen or
+    replaced leaves alone.
     """
 
     def __init__(self, group: str) -> None:
@@ -208,7 +209,7 @@ class _Bundle:
 
         def arrived(has: list[bool]) -> None:
             mine = bundle()
-            # If this is not the last node, the members may have been read from the last one.
+            # If this is not the newest node, the members may have been read from the newest one.
             if mine is not None and mine._node is node and not all(has):
                 mine._split([member for member, had in zip(members, has, strict=True) if not had])
 

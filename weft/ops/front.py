@@ -5,10 +5,10 @@ runs, with which tensors and options. The decorator runs it, and remembers it by
 (weft.runtime.bound_call): the function, the shapes, strides, dtypes and devices of its tensors, its other arguments, and the
 settings of torch on which results depend. The next call that is the same needs no check:
 
-    warm, without gradients, on a GPU     BoundCall -> `after`
-    warm, with gradients                  `before` -> one autograd.Function over a BoundCall -> `after`
-    warm, otherwise                       `before` -> LibraryOperator -> `after`
-    any other call                        the function -> `before` -> LibraryOperator -> `after`
+    remembered, with a BoundCall that can make it     BoundCall -> `after`
+    remembered, with gradients                        `before` -> one autograd.Function over a BoundCall -> `after`
+    remembered, otherwise                             `before` -> LibraryOperator -> `after`
+    not remembered                                    the function -> `before` -> LibraryOperator -> `after`
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ class OperatorRequest(NamedTuple):
 
 
 def public(function: F) -> F:
-    """Decorate a public operator, which all ranks of its argument `group` call. It returns an OperatorRequest, or its result.
+    """Decorate a public operator, which all ranks of its argument `group` call.
 
-    If it raises on this rank, peers that wait for this rank in the call get the error, and do not wait until the bound.
+    The function returns an OperatorRequest, which is run here, or the result itself. If it raises on this rank, peers that wait
+    for this rank in the call get the error, and do not wait until the bound.
     """
     signature = inspect.signature(function)
 
@@ -85,14 +86,14 @@ def public(function: F) -> F:
                 results = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
                 return results if request.after is None else request.after(results)
             places, flat = request.tensors
-            given = [tensors[one] for one in flat]
+            given = list(map(tensors.__getitem__, flat))
             if known.recorded:
                 if request.before is not None:
                     places, given = flatten(request.before(*unflatten(places, given)))
                 results = request.operator.apply(known, places, request.options, given)
                 return results if request.after is None else request.after(results)
-            request = request._replace(tensors=unflatten(places, given))
-            # Without its BoundCall the program may have been closed, and another one may be bound now.
+            request = request._replace(tensors=unflatten(places, given), group=known.group())
+            # A BoundCall that could not make this call may be of a program that is closed. Then _run remembers another one.
             return request.run() if known.bound is None else _run(request, identity, tensors, arguments, options)
         except Exception as error:
             with suppress(TypeError):  # the arguments do not fit the function

@@ -2,9 +2,13 @@
 
 A call of an operator takes one of these ways:
 
-    compiled, or observed by a mode     torch's dispatcher, which takes some 15 us of host time
+    compiled, or observed by a mode     torch's dispatcher, which takes some 10 us of host time
     with gradients                      one autograd.Function, whose forward and backward call operators without gradients
     otherwise                           the operator's own function
+
+A differentiable operator weft::NAME is two operators for the dispatcher. Its kernel for autograd is the same autograd.Function,
+and computes by weft::NAME_forward, which has no derivative. So a graph that torch.compile has traced contains NAME_forward
+alone, and no autograd runs around it.
 
 Operators are defined by torch.library.Library and not by the custom_op decorator, because the wrapper of custom_op loads
 torch._dynamo at the first call. If a process group exists by then, its threads outlive its destruction (docs/lab/log.md).
@@ -56,7 +60,8 @@ class LibraryOperator:
 
     name: its name in torch.library.
     dispatched: the operator of torch.library.
-    single: whether it returns one tensor, and not several.
+    forward: the operator of torch.library that computes the same without derivatives. If it has no derivatives, `dispatched`.
+    single: whether it returns one tensor, and not several. Several are a list or a tuple.
     returns_tuple: whether it returns a tuple of tensors. torch passes a backward the gradients of a tuple one by one, and those
         of a list as one list.
     """
@@ -72,21 +77,25 @@ class LibraryOperator:
         backward: Function | None = None,
         double_backward: bool = True,
     ) -> None:
-        schema, self._count, options, self._places = schema_of(name, run, returns)
+        schema, self._count, self._places = schema_of(name, run, returns)
         self.name, self._run, self._fake, self._save = name, run, fake, save
         self._calls = returns is not None
-        self.single = returns is torch.Tensor
-        self.returns_tuple = schema.endswith(")")
-        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, self._kernel, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"weft::{name}", lambda *flat: fake(*self._group_options(flat)), lib=_LIBRARY)
-        self._backward, self._options = None, options
+        self.single, self.returns_tuple = not schema.endswith(("[]", ")")), schema.endswith(")")
+        self._function = type(f"weft_{name}", (_Recorded,), {})
+        self.dispatched = self.forward = self._define(name, schema)
+        self._backward = None
         if backward is not None:
             checked = backward if double_backward else _refuse_second_derivatives(backward, f"weft::{name}")
-            self._backward = _disable_autocast(_refuse_batched_gradients(checked, f"weft::{name}"), options)
-            torch.library.register_autograd(f"weft::{name}", self._backward, setup_context=self._set_up, lib=_LIBRARY)
-        self.dispatched = getattr(torch.ops.weft, name)
-        self._function = type(f"weft_{name}", (_Recorded,), {})
+            self._backward = _disable_autocast(_refuse_batched_gradients(checked, f"weft::{name}"))
+            self.forward = self._define(f"{name}_forward", schema.replace("(", "_forward(", 1))
+            _LIBRARY.impl(name, self._autograd_kernel, "Autograd")
+
+    def _define(self, name: str, schema: str) -> Function:
+        _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, self._kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"weft::{name}", lambda *flat: self._fake(*self._group_options(flat)), lib=_LIBRARY)
+        found: Function = getattr(torch.ops.weft, name).default
+        return found
 
     def __call__(self, *flat: Any) -> Any:
         """Compute the operator. Its tensors come first, and then its options, one argument for each."""
@@ -109,11 +118,11 @@ class LibraryOperator:
         return self.apply(RememberedCall(), places, tuple(options), flat), None, ()
 
     def apply(
-        self, known: RememberedCall, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
+        self, known: RememberedCall | None, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Compute the operator in the graph of autograd.
 
-        known: has the BoundCall of such calls, or gets it.
+        known: has the BoundCall of such calls, or gets it. None if torch's dispatcher is to compute it.
         places, flat: the structure of its tensors, and the tensors in one list, ordinary ones.
         """
         found: torch.Tensor | tuple[torch.Tensor, ...] = self._function.apply(self, known, places, options, *flat)  # type: ignore[attr-defined]
@@ -155,6 +164,14 @@ class LibraryOperator:
     def _kernel(self, *flat: Any) -> Any:
         return self._compute_plain(flat[: self._count], flat[self._count :])[0]
 
+    def _autograd_kernel(self, *flat: Any) -> Any:
+        tensors, options = flat[: self._count], flat[self._count :]
+        places, given = flatten(tensors)
+        if not (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
+            return self.forward(*flat)
+        results = self.apply(None, places, options, given)
+        return results if self.single or self.returns_tuple else list(results)
+
     def _group_options(self, flat: Sequence[Any]) -> list[Any]:
         found = list(flat)
         for kind, place in self._places:
@@ -168,12 +185,13 @@ class LibraryOperator:
     # The autograd.Function of eager calls.
 
     def record(
-        self, ctx: Any, known: RememberedCall, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
+        self, ctx: Any, known: RememberedCall | None, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
     ) -> Any:
         """Compute the operator, and keep in ctx what its backward needs."""
         tensors = unflatten(places, flat)
-        made = None if known.bound is None else known.bound(flat)
-        if made is not None:
+        if known is None:
+            results = self.forward(*tensors, *options)
+        elif known.bound is not None and (made := known.bound(flat)) is not None:
             results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
         else:
             results, known.bound, known.picks = self._compute_plain(tensors, options, flat)
@@ -184,7 +202,7 @@ class LibraryOperator:
         """Return the gradients of the tensors."""
         assert self._backward is not None
         found: tuple[Any, ...] = self._backward(ctx, *grads)
-        return found[: self._count]
+        return found
 
 
 def define(name: str, run: Function, fake: Function, **options: Any) -> LibraryOperator:
@@ -249,7 +267,7 @@ class _Recorded(torch.autograd.Function):
     def forward(
         ctx: Any,
         operator: LibraryOperator,
-        known: RememberedCall,
+        known: RememberedCall | None,
         places: Places,
         options: tuple[Any, ...],
         *given: torch.Tensor,
@@ -288,12 +306,12 @@ def can_skip_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor
     """Return whether a call with these tensors can skip torch's dispatcher, which takes some 15 us of host time.
 
     The dispatcher is needed for gradients, for modes that observe the call, for subclasses of Tensor, and for views that torch
-    has yet to negate or conjugate. torch.compile also needs it, because it traces calls; `define` checks that.
+    has yet to negate or conjugate. torch.compile also needs it, because it traces calls (see `LibraryOperator.compute`).
     """
     if observed():
         if in_functional_gradient():
             raise ValueError(
-                "torch.func's grad, vjp and jacrev cannot be taken of weft's operators, whose derivatives torch.library knows;"
+                "torch.func's grad, vjp and jacrev cannot be taken of weft's operators, which are an autograd.Function each;"
                 " use torch.autograd.grad, or backward"
             )
         return False
@@ -324,18 +342,15 @@ def _refuse_tangents(kernel: Function, what: str) -> Function:
     return checked
 
 
-def _disable_autocast(backward: Function, options: int) -> Function:
-    """Return a backward that runs without autocast, so that its matmuls use the dtypes of its operands, as the operator does.
-
-    options: the number of options. The returned backward appends None as the gradient of each.
-    """
+def _disable_autocast(backward: Function) -> Function:
+    """Return a backward without autocast, so that its matmuls use the dtypes of their operands, as the operator does."""
 
     @wraps(backward)
-    def complete(*given: Any) -> tuple[Any, ...]:
+    def complete(*given: Any) -> Any:
         if not autocast_enabled():
-            return (*backward(*given), *[None] * options)
+            return backward(*given)
         with without_autocast():
-            return (*backward(*given), *[None] * options)
+            return backward(*given)
 
     return complete
 

@@ -13,8 +13,8 @@ SymInt = Annotated[int, "SymInt"]
 _NAMES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", SymInt: "SymInt"}
 
 
-def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[str, int, int, list[tuple[Any, slice]]]:
-    """Return (schema of weft::name, number of tensors, number of options, NamedTuples).
+def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[str, int, list[tuple[Any, slice]]]:
+    """Return (schema of weft::name, number of tensors, NamedTuples).
 
     Each NamedTuple comes with the positions of its fields, the last NamedTuple first. The arguments of the operator are the
     parameters of `run`, tensors first, and a NamedTuple stands for its fields. A tensor that the operator changes is annotated
@@ -32,7 +32,7 @@ def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[
     tensors = sum(argument.startswith("Tensor") for argument in arguments)
     assert all(each.startswith("Tensor") for each in arguments[:tensors]), f"weft::{name} takes a tensor last: {arguments}"
     schema = f"{name}({', '.join(arguments)}) -> {result}"
-    return schema, tensors, len(arguments) - tensors, [(kind, place) for kind, place in reversed(places) if _fields(kind)]
+    return schema, tensors, [(kind, place) for kind, place in reversed(places) if _fields(kind)]
 
 
 def _fields(kind: Any) -> dict[str, Any]:

@@ -8,7 +8,8 @@ addresses, and the place in the order of the GPU. A warm call on a GPU is
     weft/runtime/order.py        begin and end: what is in flight, and what comes after what
 
 Everything else is the slow path, which also makes the BoundCall (weft.runtime.programs). A BoundCall returns None if it cannot
-make the call, and then the slow path makes it: the addresses should get a graph now, the caller captures a graph, the group has
+make the call, and then the slow path makes it: the addresses should get a graph now, they have none and the call cannot be
+enqueued step by step (weft.runtime.straight), the caller captures a graph, the current device is another one, the group has
 failed, the ranks have forgotten the call, another thread holds a lock, or too many calls are in flight.
 """
 
@@ -84,7 +85,8 @@ class RememberedCall:
     picks: for each result, its number among the outputs of the BoundCall.
     values: weak references to the Schedule values among the arguments. `identify` compares them by id, and another object may
         get the id of a dead one, so this counts as found only while all of them live.
-    request: what the caller wants to know again.
+    request: the weft.ops.front.OperatorRequest without its group. Its `tensors` are the structure of the tensors, and their
+        numbers among the tensors of a call. None if the operator itself remembers the call.
     recorded: whether such calls are recorded by autograd. Then the BoundCall takes the operator's tensors.
     """
 
@@ -261,16 +263,18 @@ class BoundCall:
                 key.append(address)
                 if floats:
                     results.append((out, address))
-            identity = tuple(key)
-            captured = self._graphs.get(identity)
+            used = tuple(key)
+            captured = self._graphs.get(used)
             if captured is not None:
                 for address, number in captured.memory:
                     if self._memory_at(self._attribute, address)[1] != number:
-                        return None
-            elif self._straight is None or not is_aligned(identity):
-                return None
-            elif self._replays is not None and self._replays.wants(self._layout, identity):
-                return None  # the slow path captures the call
+                        captured = None
+                        break
+            if captured is None:
+                if self._straight is None or not is_aligned(used):
+                    return None
+                if self._replays is not None and self._replays.wants(self._layout, used):
+                    return None  # the slow path captures the call
             if not order.lock.acquire(False):
                 return None
             try:
@@ -299,7 +303,7 @@ class BoundCall:
                 group.check_peers()
             return outputs
         except BaseException as error:
-            # The call has been logged, so peers may run it already.
+            # Peers run the call already, or will.
             group.mark_raised()
             group.fail(error)
             raise
@@ -339,10 +343,11 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     kinds = [Output(one.new_empty(0), one.shape, one.is_floating_point()) for one in made]
     given = outputs if call.outputs is None else call.outputs
     straight = None
-    # Whether the caller's results overlap its inputs is checked by the slow path, for the addresses that it then captures.
+    # With the caller's outputs there is no Straight, because only the slow path checks that they overlap no input. It has
+    # checked the addresses that it captures.
     if call.outputs is None and can_go_straight(program) and is_aligned(addresses_of(inputs, given)):
         straight = Straight(program, inputs, given)
-    layout = () if program.replays is None else program.replays.layout(inputs, given)
+    layout = () if program.replays is None else program.replays.layout(inputs)
     if straight is None and program.replays is None:
         return None
     return BoundCall(known, program, tuple(places), layout, kinds, straight, tuple(written))

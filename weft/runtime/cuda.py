@@ -53,7 +53,7 @@ from weft.runtime.order import Exclusive, PendingCall, memory_of_outputs
 from weft.runtime.peer_waits import describe_unfinished, describe_waits
 from weft.runtime.products import Products, settings
 from weft.runtime.release import INVALID_BYTE
-from weft.runtime.replay import Replays, layout_key
+from weft.runtime.replay import ANY_STRIDES, Replays, layout_key
 from weft.schedules import spec
 
 _RELEASED = 0x3FFFFFFF
@@ -61,8 +61,6 @@ _RELEASED = 0x3FFFFFFF
 _LAYOUTS = 256
 """A program remembers this many layouts of its tensors whose kernels are loaded."""
 _NO_CONTEXT: AbstractContextManager[None] = nullcontext()
-_ANY_STRIDES = ("b", "tables")
-"""Inputs that no copy engine reads."""
 _IN_USE: list[Any] = []
 """The memory of closed programs whose calls have not ended."""
 
@@ -144,7 +142,8 @@ class CudaProgram(BoundProgram):
         }
         resources.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
-        # NCCL counts the graphs that contain its collectives, so schedules with collectives are never replayed.
+        # NCCL counts the graphs that contain its collectives, and ends no communicator while there is one. So schedules with
+        # collectives are never replayed.
         self.replays: Replays | None = None
         if not self.collectives and not sends and self.ragged is None:
             self.replays = Replays(
@@ -320,7 +319,7 @@ class CudaProgram(BoundProgram):
 
     def prepared(self, inputs: Inputs) -> Inputs:
         # A strided copy is a kernel, and would wait for SMs that a gated GEMM holds.
-        return {name: some if name in _ANY_STRIDES else [one.contiguous() for one in some] for name, some in inputs.items()}
+        return {name: some if name in ANY_STRIDES else [one.contiguous() for one in some] for name, some in inputs.items()}
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -464,7 +463,7 @@ class CudaProgram(BoundProgram):
         Work of torch may copy any of them.
         """
         launches = [one for run in self.plan_of(self.bind(inputs, outputs)).batches for one in run.launches]
-        given = {name for name in (*inputs, *outputs) if name not in _ANY_STRIDES}
+        given = {name for name in (*inputs, *outputs) if name not in ANY_STRIDES}
         if any(isinstance(one, TorchLaunch) for one in launches):
             return given
         touched = {region.buffer for one in launches if isinstance(one, CopyLaunch) for region in (one.src, one.dst)}

@@ -12,7 +12,7 @@ in flight.
 
     a program                      its memory and its flags
     the SMs on which kernels wait  see below
-    a cuBLAS workspace             the graphs of a process group share one
+    a cuBLAS workspace             all graphs of a process group share one (weft.runtime.replay.Captures)
 
 A kernel that waits on SMs may fill them with blocks that wait for a peer. Two such kernels at once, on two streams, could
 deadlock across ranks:
@@ -26,7 +26,9 @@ of graphs.
 
 **One at a time.** A thread enqueues its program in one step, under `lock`, so the order of `begin` is the order on the GPU.
 CUDA may wait for all streams where it loads a kernel, and a call that another thread has half enqueued would never get its
-other half. So a thread that loads kernels has the GPU to itself (`alone`).
+other half. So a thread that loads kernels has the GPU to itself (`alone`). There are two exceptions. A call of torch that the
+watchdog watches (`Watchdog.watch`) is not enqueued under the lock. And a thread that holds the lock may find, while it enqueues
+a call, that it needs a kernel.
 
 The lock orders the threads of one rank, and cannot order them as another rank orders its own. If rank 0 enqueues A before B and
 rank 1 enqueues B before A, then rank 0's B waits for its A, which waits for rank 1's A, which waits for its B, which waits for
@@ -41,7 +43,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -219,12 +221,12 @@ class Order:
         The call is watched from when its stream reaches this point, also while it is still being enqueued.
         """
         stream, driver = call.stream, self.driver
+        call.begun, call.done = self._events.pop() if self._events else (driver.event(), driver.event())
         for thing in uses:
             last = thing.last
             if last is not None and last.stream != stream and not last.ended:
                 driver.wait(stream, last.done)
             thing.last = call
-        call.begun, call.done = self._events.pop() if self._events else (driver.event(), driver.event())
         failure = driver.record_event(call.begun, stream)
         if failure[0]:
             checked(failure)
@@ -285,8 +287,8 @@ class Order:
     def invalidate(self, call: PendingCall, stream: int, fill: Callable[[int, int], None]) -> list[Any]:
         """Let `stream` wait for the end of a call, and call fill(address, nbytes) for each result that somebody still holds.
 
-        Returns references that keep this memory alive until it has been filled. A call that is still being enqueued raises in
-        the thread that enqueues it, and returns nothing.
+        Returns references that keep this memory alive until it has been filled. It does nothing for a call that is still being
+        enqueued, because the thread that enqueues it raises the error.
         """
         with self._dropping:
             if call.ended or not call.enqueued or not call.results:
@@ -368,13 +370,17 @@ class Order:
 
     @contextmanager
     def alone(self, group: RankGroup) -> Iterator[None]:
-        """Return a context in which no call is in flight on the GPU, and no other thread enqueues one.
+        """Return a context for loading kernels: no enqueued call is in flight, and no other thread enqueues a program.
 
-        A thread that holds the lock already gets it at once: a call that is being enqueued may find that it needs a kernel.
-        Raises PeerLost, or WaitTimeout at the bound of first calls.
+        A thread that holds the lock already gets it at once, and calls may be in flight: a call that is being enqueued may find
+        that it needs a kernel. Raises PeerLost, or WaitTimeout at the bound of first calls.
         """
         if self._holder == threading.get_ident():
-            yield
+            loads, self._loads = self._loads, True
+            try:
+                yield
+            finally:
+                self._loads = loads
             return
         deadline = time.monotonic() + max(group.timeout_s, FIRST_S)
         # The lock is not held here, because calls in flight may need calls that other threads still must enqueue, also on a
@@ -416,11 +422,3 @@ class Order:
             enqueue()
             for thing in uses:
                 thing.captured(self.driver, capture, stream)
-
-    def close(self) -> None:
-        """Destroy the events of ended calls."""
-        self.sms.close(self.driver)
-        with suppress(RuntimeError):  # the device is lost
-            while self._events:
-                for event in self._events.pop():
-                    self.driver.forget(event)

@@ -40,8 +40,9 @@ _MAX_SETS = 256
 same shape."""
 _FIRST_CREDIT, _EARNED, _MOST_CREDIT = 8.0, 0.5, 16.0
 """The captures for which a program has credit at first, how many captures a replay earns, and the most credit."""
-_KERNELS_ALONE = ("b", "tables")
-"""Inputs that only kernels read, and no copies. Kernels refer to an address, whatever allocation it belongs to."""
+ANY_STRIDES = ("b", "tables")
+"""Inputs that may have any strides, because only kernels read them, and no copies. All others are contiguous. Kernels refer to
+an address, whatever allocation it belongs to."""
 
 
 class CapturedCall:
@@ -144,7 +145,7 @@ class Replays:
     captures: records them.
     enqueue: enqueues a call with these tensors on the current stream.
     dtype: the dtype of the factors of its products; None if it is unknown.
-    copied: returns the names of the tensors that copies of such a call may read or write. By default all that may ever be.
+    copied: returns the names of the tensors that copies of such a call may read or write.
     """
 
     def __init__(
@@ -152,11 +153,11 @@ class Replays:
         captures: Captures,
         enqueue: Callable[[Inputs, Outputs], None],
         driver: Driver,
-        dtype: torch.dtype | None = None,
-        copied: Callable[[Inputs, Outputs], Collection[str]] | None = None,
+        dtype: torch.dtype | None,
+        copied: Callable[[Inputs, Outputs], Collection[str]],
     ) -> None:
         self._captures, self._enqueue, self._driver, self._dtype = captures, enqueue, driver, dtype
-        self._copied = copied or _may_be_copied
+        self._copied = copied
         self._by_layout: dict[tuple[object, ...], dict[Addresses, CapturedCall]] = {}
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._captured: OrderedDict[Key, None] = OrderedDict()
@@ -173,7 +174,7 @@ class Replays:
         """
         return private_pool()
 
-    def layout(self, inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
+    def layout(self, inputs: Inputs) -> tuple[object, ...]:
         """Return what a graph depends on besides addresses, and what the schedule does not fix.
 
         That is torch's matmul settings, the strides of b and tables (all others are contiguous), the rows of tables, and the
@@ -182,7 +183,7 @@ class Replays:
         found: list[object] = [*settings(self._dtype)]
         for name, tensors in inputs.items():
             for tensor in tensors:
-                if name in _KERNELS_ALONE:
+                if name in ANY_STRIDES:
                     found += tensor.stride()
                 if name == "tables":
                     found.append(tensor.shape[0])
@@ -197,12 +198,13 @@ class Replays:
     def find(self, inputs: Inputs, outputs: Outputs) -> CapturedCall | None:
         """Return the graph for a call with these tensors, or None if it must be enqueued.
 
-        It must be enqueued if the addresses are new, if captures have not been earned, if there is no result (torch warns about
-        empty graphs), if the driver cannot identify allocations, and after memory for a graph was exhausted once.
+        It must be enqueued after memory for a graph was exhausted once. If there is no graph, it must be enqueued if the
+        addresses are new, if captures have not been earned, if there is no result (torch warns about empty graphs), and if the
+        driver cannot identify allocations.
         """
         if self._full:
             return None
-        layout, addresses = self.layout(inputs, outputs), addresses_of(inputs, outputs)
+        layout, addresses = self.layout(inputs), addresses_of(inputs, outputs)
         graphs = self.of_layout(layout)
         captured = graphs.get(addresses)
         if captured is not None and self.is_valid(captured):
@@ -210,12 +212,12 @@ class Replays:
             return captured
         if not self._has_occurred((layout, addresses)) or self.credit < 1:
             return None
+        self.credit -= 1  # also if the call cannot be captured: otherwise `wants` would say so at each call
         captured = self._capture(inputs, outputs)
         if captured is None:
             graphs.pop(addresses, None)
         else:
             self._keep((layout, addresses), captured)
-            self.credit -= 1
         return captured
 
     def wants(self, layout: tuple[object, ...], addresses: Addresses) -> bool:
@@ -290,8 +292,3 @@ def layout_key(inputs: Inputs, outputs: Outputs) -> tuple[object, ...]:
     """Return the alignment, shape, strides and dtype of each tensor of a call. They decide which kernels it needs."""
     tensors = [*inputs.values(), *outputs.values()]
     return tuple(one for some in tensors for t in some for one in (t.data_ptr() & 15, t.shape, t.stride(), t.dtype))
-
-
-def _may_be_copied(inputs: Inputs, outputs: Outputs) -> list[str]:
-    """Return the names of the tensors that copies may read or write. All are contiguous."""
-    return [name for name in (*inputs, *outputs) if name not in _KERNELS_ALONE]

@@ -1,7 +1,7 @@
 """A Straight enqueues a call step by step, for tensors of one layout, with all that can be prepared once.
 
-It is for calls that are not replayed: their addresses have no graph, or they contain collectives of NCCL, whose graphs NCCL
-counts. It holds the bindings and the launches of one layout. A call only puts its tensors into the bindings, and issues the
+It is for calls that are not replayed: their addresses have no graph, or they contain collectives of NCCL (weft.runtime.cuda
+says why). It holds the bindings and the launches of one layout. A call only puts its tensors into the bindings, and issues the
 launches (weft.runtime.launches). Two kinds of work are most of the calls of torch, and have functions of their own here:
 
     a collective of NCCL on whole matrices     the process group's own function
@@ -164,5 +164,8 @@ def is_aligned(addresses: Sequence[int]) -> bool:
 
 
 def can_go_straight(program: CudaProgram) -> bool:
-    """Return whether a program's calls need nothing between their launches: no row counts, and no tables of lookups."""
+    """Return whether a program's calls need nothing between their launches: no row counts, and no tables of lookups.
+
+    Lookups may also load a kernel while they are enqueued (Order.alone), which a BoundCall does not allow for.
+    """
     return program.ragged is None and not isinstance(program.schedule.problem, LookupProblem)

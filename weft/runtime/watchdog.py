@@ -147,7 +147,7 @@ class Watchdog:
         return found
 
     def close(self) -> None:
-        """End the thread and the releases that it has begun after a failure. Destroys the events of calls."""
+        """End the thread and the releases that it has begun after a failure. Frees the events of calls for later ones."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

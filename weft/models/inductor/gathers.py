@@ -271,7 +271,9 @@ def rewrite(graph: Graph, gather: Gather, schedule: str) -> None:
                 scale_rows = write.flatten_rows(write.reshape(gather.scale, [*get_shape(shard)[:-1], 1]), gather.dim)
             fused = write_gather(write, rows, bs, scale_rows, scales, gather.group, schedule, keep=keep)
         else:
-            fused = write(torch.ops.weft.all_gather_matmul.default, rows, bs, gather.group, total, 1, schedule, keep, False)
+            fused = write(
+                torch.ops.weft.all_gather_matmul_forward.default, rows, bs, gather.group, total, 1, schedule, keep, False
+            )
         outs = write.split_outputs(fused)
         if keep and scales:
             old.append(outs.pop())  # the gathered scales

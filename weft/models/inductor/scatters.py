@@ -327,10 +327,10 @@ def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
             scale_a = _write_rows(write, scales.a, scatter) if by_row else scales.a
             out = write_reduction(write, scatter.op, a, b, scale_a, scales, scatter.group, schedule, scatter.reduce)
         elif scatter.dim is None:
-            out = write(torch.ops.weft.matmul_all_reduce.default, a, b, bias, None, scatter.group, schedule)
+            out = write(torch.ops.weft.matmul_all_reduce_forward.default, a, b, bias, None, scatter.group, schedule)
         else:
             arguments = (a, b, scatter.group, rank, size, 1, schedule, scatter.reduce)
-            out = write(torch.ops.weft.matmul_reduce_scatter.default, *arguments)
+            out = write(torch.ops.weft.matmul_reduce_scatter_forward.default, *arguments)
         if scatter.dim is not None:
             own = [extent // size if d == scatter.dim else extent for d, extent in enumerate(scatter.extents)]
             out = write.unflatten_rows(out, scatter.dim, own)
