@@ -137,9 +137,8 @@ class LibraryOperator:
         self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, BoundCall | None, Sequence[int]]:
         """Compute the operator, without gradients, on ordinary tensors."""
-        arguments = self._group_options((*tensors, *options))
         if not self._calls:
-            return self._run(*arguments), None, ()
+            return self._run(*self._group_options((*tensors, *options))), None, ()
         flat: list[torch.Tensor] = []
         identity = identify([self], [*tensors, *options], flat)
         known = None if identity is None else GROUPS.remembered.get(identity)
@@ -148,7 +147,7 @@ class LibraryOperator:
         if known is not None and known.bound is not None and (made := known.bound(flat)) is not None:
             results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
             return results, None if bind_to is None else known.bound.of_tensors(flat, bind_to), known.picks
-        call: Call = self._run(*arguments)
+        call: Call = self._run(*self._group_options((*tensors, *options)))
         agreed, outputs = GROUPS.make_call(call.group, call)
         results = call.results_of(outputs)
         numbers = {id(one): number for number, one in enumerate(chain.from_iterable(outputs.values()))}
