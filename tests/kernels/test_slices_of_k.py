@@ -29,7 +29,8 @@ def gate(index: int) -> Wait:
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-    out.copy_(out * accumulate + a.to(out.dtype) @ b.to(out.dtype))
+    product = a.to(out.dtype) @ b.to(out.dtype)
+    out.copy_(out + product if accumulate else product)
 
 
 def test_slices_are_summed_unrounded_and_rounded_once() -> None:
