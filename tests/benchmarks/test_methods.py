@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,10 +63,9 @@ def _problem(op: Op) -> Problem:
 
 def _every_program(op: Op) -> None:
     torch.manual_seed(dist.get_rank())
-    methods.TORCH = ()  # PyTorch's symmetric memory is of GPUs
-    methods.FLOAT8_SPECS = ()
-    torch.compile = lambda program, **options: program  # type: ignore[assignment]
-    with OnCpu():
+    # PyTorch's symmetric memory is of GPUs. The rank goes on to other tests, which need torch.compile.
+    without = mock.patch.multiple(methods, TORCH=(), FLOAT8_SPECS=())
+    with without, mock.patch.object(torch, "compile", lambda program, **options: program), OnCpu():
         m = Matmul(_problem(op), turned=op == "matmul_all_reduce")
         works = methods.every(
             m, [_default()], ("sequential", "shard_p2p" if op != "all_to_all_columns_matmul" else "flag_gated:2")
