@@ -297,7 +297,7 @@ class Order:
             return call.invalidate(fill)
 
     def _retire(self, call: PendingCall) -> None:
-        """Give a call's events to later calls. Whoever still refers to the call sees first that it has ended."""
+        """Give a call's events to later calls. The call is marked as ended before, for those who still refer to it."""
         call.ended = True
         self._events.append((call.begun, call.done))
         for reference, _, _ in call.results:
