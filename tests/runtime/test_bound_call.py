@@ -319,7 +319,7 @@ def _remember(warm: Warm, monkeypatch: pytest.MonkeyPatch, *, compared: object =
     options = {} if compared is None else {"schedule": compared}
     identity = identify([function.__wrapped__, 2, *options], [warm.a, warm.b, *options.values()], [])
     assert identity is not None
-    request = front.OperatorRequest(_all_gather_matmul, ((-1, -1), [0, 1]), (), None, None, lambda results: results[0])
+    request = front.OperatorRequest(_all_gather_matmul, ((-1, -1), [0, 1]), (), None, after=lambda results: results[0])
     GROUPS.remembered.add(identity, RememberedCall(group, warm.bound, (0,), values, request))
     return group
 

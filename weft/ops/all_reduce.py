@@ -29,6 +29,7 @@ from weft.ops.common import (
     check_operands,
     describe,
     resolve_group,
+    rows_of,
     schedule_to_spec,
 )
 from weft.ops.front import OperatorRequest, public
@@ -89,22 +90,9 @@ def matmul_all_reduce(
         addends: dict[str, Any] = {"bias": bias, "residual": None if residual is None else as_matrix(residual)}
         (out,) = scaled_matmul("matmul_all_reduce", flat, [b], scaled, of_group, spec, rows=flat.shape[0], **addends)
         return out.view(shape)
-    matrix = a.dim() == 2
-    request = OperatorRequest(
-        flat_matmul_all_reduce,
-        (a, b, bias, residual),
-        (of_group[0], spec),
-        group,
-        None if matrix else _make_matrices,
-        None if matrix else lambda out: out.view(shape),
-    )
+    view, tensors = rows_of(shape), (a, b, bias, residual)
+    request = OperatorRequest(flat_matmul_all_reduce, tensors, (of_group[0], spec), group, (view, None, None, view), view)
     return cast(torch.Tensor, request)  # `public` runs it
-
-
-def _make_matrices(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    return as_matrix(a), b, bias, None if residual is None else as_matrix(residual)
 
 
 def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor, dtype: torch.dtype) -> None:

@@ -23,7 +23,6 @@ The backward of each is the other one, which returns every row to its source, ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
@@ -34,13 +33,14 @@ from weft.core.schedule import Schedule
 from weft.ops.all_to_all_columns import columns_from_ranks, columns_to_ranks
 from weft.ops.common import (
     FLOAT8,
+    RowsOf,
     as_matrix,
-    as_tensor,
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
     make_empty_operand_after,
     resolve_group,
+    rows_of,
     schedule_to_spec,
 )
 from weft.ops.front import OperatorRequest, public
@@ -146,15 +146,14 @@ def matmul_all_to_all(
     scaled = quantised("matmul_all_to_all", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
-    spec = schedule_to_spec(schedule, "matmul_all_to_all")
+    view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "matmul_all_to_all")
     if scaled is not None:
         flat = as_matrix(a)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit}
         (out,) = scaled_matmul("matmul_all_to_all", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-        return _restore_shape(out, shape, rank, world_size)
+        return out if view is None else view.restore(out)
     options = (name, rank, world_size, unit, spec)
-    after = None if len(shape) == 2 else partial(_restore_shape, shape=shape, rank=rank, world_size=world_size)
-    return OperatorRequest(_matmul_all_to_all, (a, b), options, group, None if len(shape) == 2 else _make_matrix, after)
+    return OperatorRequest(_matmul_all_to_all, (a, b), options, group, (rows_of(shape), None), view)
 
 
 class _Shares(NamedTuple):
@@ -322,18 +321,18 @@ def all_to_all_matmul(
     scaled = quantised("all_to_all_matmul", a, [b], scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
-    spec = schedule_to_spec(schedule, "all_to_all_matmul")
+    view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "all_to_all_matmul")
 
-    def after(results: list[torch.Tensor]) -> Any:
-        out, *received = [_restore_shape(one, shape, rank, world_size) for one in results]
-        return (out, *received) if return_received else out
+    def after(results: Sequence[torch.Tensor]) -> Any:
+        return tuple(results) if return_received else results[0]
 
     if scaled is not None:
         flat = as_matrix(a)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
-        return after(scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes))
+        results = scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
+        return after(results if view is None else [view.restore(one) for one in results])
     of_call = (name, rank, world_size, unit, spec, return_received)
-    return OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, None if len(shape) == 2 else _make_matrix, after)
+    return OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, (rows_of(shape), None), view, after)
 
 
 def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> MatmulCall:
@@ -427,14 +426,7 @@ def _pad_gradient(grad: torch.Tensor, rows: int, options: _Shares) -> torch.Tens
     return padded.flatten(0, 1)
 
 
-def _make_matrix(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return as_matrix(a), b
-
-
-def _restore_shape(out: torch.Tensor, shape: torch.Size, rank: int, world_size: int) -> torch.Tensor:
-    """Return the result with the middle dimensions of an a of this shape."""
-    rows = count_rows_per_entry(shape)
-    if rows:
-        return as_tensor(out, out.shape[0] // rows, shape)
+def _arriving(shape: torch.Size, rank: int, world_size: int) -> RowsOf | None:
+    """Return how to read the result of an a of this shape as a matrix. None if it is one."""
     low, high = split(shape[0], world_size)[rank]
-    return as_tensor(out, world_size * (high - low), shape)
+    return rows_of(shape, 0, world_size * (high - low))

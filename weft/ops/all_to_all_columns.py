@@ -15,8 +15,7 @@ the other one:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +23,11 @@ import torch.distributed as dist
 
 from weft.core.schedule import Schedule
 from weft.ops.common import (
-    as_matrix,
-    as_tensor,
     check_operands,
     choose_backward_schedule,
     make_empty_operand_after,
     resolve_group,
+    rows_of,
     schedule_to_spec,
 )
 from weft.ops.front import OperatorRequest
@@ -46,13 +44,8 @@ def columns_to_ranks(
     if b.shape[1] % world_size:
         raise ValueError(f"b has {b.shape[1]} columns; with split_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = schedule_to_spec(schedule, "matmul_all_to_all_columns")
-    shape, entries = a.shape, world_size * a.shape[0]
-    after = None if len(shape) == 2 else partial(as_tensor, entries=entries, like=shape)
-    return OperatorRequest(_matmul_all_to_all_columns, (a, b), (name, world_size, spec), group, _make_matrix(a), after)
-
-
-def _make_matrix(a: torch.Tensor) -> Callable[..., tuple[torch.Tensor, ...]] | None:
-    return None if a.dim() == 2 else lambda a, b: (as_matrix(a), b)
+    reads, view = (rows_of(a.shape), None), rows_of(a.shape, 0, world_size * a.shape[0])
+    return OperatorRequest(_matmul_all_to_all_columns, (a, b), (name, world_size, spec), group, reads, view)
 
 
 def _to_ranks(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> MatmulCall:
@@ -94,14 +87,13 @@ def columns_from_ranks(
     if a.shape[0] % world_size:
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = schedule_to_spec(schedule, "all_to_all_columns_matmul")
-    shape, entries = a.shape, a.shape[0] // world_size
+    reads, view = (rows_of(a.shape), None), rows_of(a.shape, 0, a.shape[0] // world_size)
 
-    def after(results: list[torch.Tensor]) -> Any:
-        out = as_tensor(results[0], entries, shape)
-        return (out, as_tensor(results[1], entries, shape)) if return_received else out
+    def after(results: Sequence[torch.Tensor]) -> Any:
+        return tuple(results) if return_received else results[0]
 
     options = (name, world_size, spec, return_received)
-    return OperatorRequest(_all_to_all_columns_matmul, (a, b), options, group, _make_matrix(a), after)
+    return OperatorRequest(_all_to_all_columns_matmul, (a, b), options, group, reads, view, after)
 
 
 def _from_ranks(

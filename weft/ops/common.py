@@ -7,9 +7,10 @@ that does; the shapes for torch.compile; what autograd saves, and the backward; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from weft.comm.texts import no_group
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
+from weft.ops.schema import SymInt
 from weft.runtime.bound_call import PLAIN
 from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
@@ -194,21 +196,40 @@ def as_matrix(a: torch.Tensor) -> torch.Tensor:
     return a.reshape(a.shape[0] * count_rows_per_entry(a.shape), a.shape[-1]) if a.dim() > 2 else a
 
 
-def as_tensor(rows: torch.Tensor, entries: int, like: Sequence[int], dim: int = 0) -> torch.Tensor:
-    """Return a matrix as a tensor [entries, ...] with the middle dimensions of a tensor of shape `like`.
+class RowsOf(NamedTuple):
+    """RowsOf reads a tensor of 3 dimensions or more as the matrix of its rows (weft.ops.operator.Reading).
 
-    The entries become its dimension `dim`.
+    moved: the dimension that is the outermost one of the matrix, if it must be moved there. Else 0.
+    extents: those of the tensor but for the last one, with the dimension already moved.
     """
-    return rows if len(like) == 2 else make_view(entries, like, dim)(rows)
+
+    moved: int
+    extents: tuple[SymInt, ...]
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the matrix of x."""
+        rows = 1
+        for extent in self.extents:
+            rows *= extent
+        return (x.movedim(self.moved, 0) if self.moved else x).reshape(rows, x.shape[-1])
+
+    def restore(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the tensor whose rows are those of a matrix."""
+        found = rows.reshape(*self.extents, rows.shape[1])
+        return found.movedim(0, self.moved) if self.moved else found
 
 
-def make_view(entries: int, like: Sequence[int], dim: int = 0) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function that does as `as_tensor`, for matrices that become tensors of 3 dimensions or more."""
-    if is_outermost(like[1 : dim + 1]):
-        extents = (*like[1 : dim + 1], entries, *like[dim + 1 : -1])
-        return lambda rows: rows.view(*extents, rows.shape[1])
-    extents = (entries, *like[1:-1])
-    return lambda rows: rows.view(*extents, rows.shape[1]).movedim(0, dim)
+def rows_of(shape: Sequence[int], dim: int = 0, entries: int | None = None) -> RowsOf | None:
+    """Return how to read a tensor as the matrix of its rows, dimension `dim` outermost. None if it is one.
+
+    entries: the extent of that dimension, if not as in the shape.
+    """
+    if len(shape) == 2:
+        return None
+    entries = shape[dim] if entries is None else entries
+    if is_outermost(shape[:dim]):
+        return RowsOf(0, (*shape[:dim], entries, *shape[dim + 1 : -1]))
+    return RowsOf(dim, (entries, *shape[:dim], *shape[dim + 1 : -1]))
 
 
 def is_outermost(before: Sequence[int]) -> bool:

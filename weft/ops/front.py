@@ -5,10 +5,10 @@ runs, with which tensors and options. The decorator runs it, and remembers it by
 (weft.runtime.bound_call): the function, the shapes, strides, dtypes and devices of its tensors, its other arguments, and the
 settings of torch on which results depend. The next call that is the same needs no check:
 
-    remembered, with a BoundCall that can make it     BoundCall -> `after`
-    remembered, with gradients                        `before` -> one autograd.Function over a BoundCall -> `after`
-    remembered, otherwise                             `before` -> LibraryOperator -> `after`
-    not remembered                                    the function -> `before` -> LibraryOperator -> `after`
+    remembered, with a BoundCall that can make it     BoundCall -> `view`, `after`
+    remembered, with gradients                        one autograd.Function over a BoundCall, which reads and views -> `after`
+    remembered, otherwise                             `reads` -> LibraryOperator -> `view`, `after`
+    not remembered                                    the function -> `reads` -> LibraryOperator -> `view`, `after`
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from weft.compat.c10d import LIVING_GROUPS
 from weft.core.schedule import Schedule
 from weft.ops.common import publish_error_instead
-from weft.ops.operator import LibraryOperator, flatten, unflatten
+from weft.ops.operator import LibraryOperator, Places, Reading, Recording, flatten, unflatten
 from weft.runtime.bound_call import RememberedCall, identify
 from weft.runtime.groups import GROUPS
 
@@ -39,23 +39,38 @@ class OperatorRequest(NamedTuple):
     tensors: the caller's tensors, in the places of the operator's tensors.
     options: the operator's options.
     group: the process group. None for the whole world.
-    before: returns the operator's tensors, given the caller's. None if they are the same.
-    after: returns what the public function returns, given what the operator does. None if that is the same.
+    reads: for each of the tensors, how the operator reads it. None for a list of tensors, and for what it reads as it is. It
+        is empty if it reads all as they are.
+    view: how each result is restored to the caller's shape. None if it is the operator's.
+    after: returns what the public function returns, given the restored results. None if that is the same.
 
-    before and after are kept for later calls, so they must not refer to tensors.
+    reads, view and after are kept for later calls, so they must not refer to tensors.
     """
 
     operator: LibraryOperator
     tensors: tuple[Any, ...]
     options: tuple[Any, ...]
     group: dist.ProcessGroup | None
-    before: Callable[..., tuple[Any, ...]] | None = None
+    reads: tuple[Reading | None, ...] = ()
+    view: Reading | None = None
     after: Callable[[Any], Any] | None = None
 
     def run(self) -> Any:
         """Run the operator."""
-        tensors = self.tensors if self.before is None else self.before(*self.tensors)
-        results = self.operator(*tensors, *self.options)
+        return self.finish(self.operator(*self.read(self.tensors), *self.options))
+
+    def read(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the operator's tensors. tensors: the caller's."""
+        if not self.reads:
+            return list(tensors)
+        pairs = zip(tensors, self.reads, strict=True)
+        return [one if read is None or one is None else read.read(one) for one, read in pairs]
+
+    def finish(self, results: Any) -> Any:
+        """Return what the public function returns, given what the operator does."""
+        if self.view is not None:
+            view = self.view
+            results = view.restore(results) if self.operator.single else [view.restore(one) for one in results]
         return results if self.after is None else self.after(results)
 
 
@@ -82,15 +97,19 @@ def public(function: F) -> F:
                 request = function(*arguments, **options)
                 return _run(request, identity, tensors, arguments, options) if isinstance(request, OperatorRequest) else request
             request = known.request
-            if not known.recorded and known.bound is not None and (made := known.bound(tensors)) is not None:
-                results = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
+            recording = known.recording
+            if recording is None and known.bound is not None and (made := known.bound(tensors)) is not None:
+                results: Any = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
+                if known.view is not None:
+                    return request.finish(results)
                 return results if request.after is None else request.after(results)
             places, flat = request.tensors
             given = list(map(tensors.__getitem__, flat))
-            if known.recorded:
-                if request.before is not None:
-                    places, given = flatten(request.before(*unflatten(places, given)))
-                results = request.operator.apply(known, places, request.options, given)
+            if recording is not None and recording.reads is None and request.reads:  # what it reads are copies
+                _, given = flatten(request.read(unflatten(places, given)))
+                return request.finish(recording.apply(known, given))
+            if recording is not None:
+                results = recording.apply(known, given)
                 return results if request.after is None else request.after(results)
             request = request._replace(tensors=unflatten(places, given), group=known.group())
             # A BoundCall that could not make this call may be of a program that is closed. Then _run remembers another one.
@@ -111,7 +130,7 @@ def _run(
     options: dict[str, Any],
 ) -> Any:
     """Run an OperatorRequest, and remember it for calls with the same identity. tensors: those of the call."""
-    given = request.tensors if request.before is None else request.before(*request.tensors)
+    given = request.read(request.tensors)
     results, bound, picks = request.operator.compute(given, request.options, tensors)
     group = request.group or dist.group.WORLD
     places, flat = flatten(request.tensors)
@@ -119,7 +138,23 @@ def _run(
     if identity is not None and group is not None and all(id(one) in numbers for one in flat):
         values = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
         template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]), group=None)
-        made = RememberedCall(group, bound, picks, values, template)
-        made.recorded = request.operator.is_recorded(given)
+        made = RememberedCall(group, bound, picks, values, template, request.view)
+        if request.operator.is_recorded(given):
+            made.recording = _recording_of(request, places, flat, flatten(given)[1])
         GROUPS.remembered.add(identity, made)
-    return results if request.after is None else request.after(results)
+    return request.finish(results)
+
+
+def _recording_of(
+    request: OperatorRequest, places: Places, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> Recording:
+    """Return the Recording of calls like this one. tensors, given: the caller's and the operator's tensors, each in one list.
+
+    If what the operator reads are copies, it is a Recording of these, and autograd records the copies.
+    """
+    if not request.reads or any(one.data_ptr() != read.data_ptr() for one, read in zip(tensors, given, strict=True)):
+        return Recording(request.operator, places, request.options, view=None if request.reads else request.view)
+    reads: list[Reading | None] = []
+    for place, read in zip(places, request.reads, strict=True):
+        reads += [read] * (0 if place is None else 1 if place < 0 else place)
+    return Recording(request.operator, places, request.options, reads, request.view)

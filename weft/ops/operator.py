@@ -17,9 +17,10 @@ torch._dynamo at the first call. If a process group exists by then, its threads 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import wraps
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -81,12 +82,12 @@ class LibraryOperator:
         self.name, self._run, self._fake, self._save = name, run, fake, save
         self._calls = returns is not None
         self.single, self.returns_tuple = not schema.endswith(("[]", ")")), schema.endswith(")")
-        self._function = type(f"weft_{name}", (_Recorded,), {})
+        self.function: Any = type(f"weft_{name}", (_Recorded,), {})
         self.dispatched = self.forward = self._define(name, schema)
         self._backward = None
         if backward is not None:
             checked = backward if double_backward else _refuse_second_derivatives(backward, f"weft::{name}")
-            self._backward = _disable_autocast(_refuse_batched_gradients(checked, f"weft::{name}"))
+            self._backward = checked
             self.forward = self._define(f"{name}_forward", schema.replace("(", "_forward(", 1))
             _LIBRARY.impl(name, self._autograd_kernel, "Autograd")
 
@@ -115,21 +116,10 @@ class LibraryOperator:
         if self._backward is None or observed() or not _are_plain(tensors, grad=False):
             return self.dispatched(*tensors, *options), None, ()
         places, flat = flatten(tensors)
-        return self.apply(RememberedCall(), places, tuple(options), flat), None, ()
-
-    def apply(
-        self, known: RememberedCall | None, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Compute the operator in the graph of autograd.
-
-        known: has the BoundCall of such calls, or gets it. None if torch's dispatcher is to compute it.
-        places, flat: the structure of its tensors, and the tensors in one list, ordinary ones.
-        """
-        found: torch.Tensor | tuple[torch.Tensor, ...] = self._function.apply(self, known, places, options, *flat)  # type: ignore[attr-defined]
-        return found
+        return Recording(self, places, options).apply(RememberedCall(), flat), None, ()
 
     def is_recorded(self, tensors: Sequence[Any]) -> bool:
-        """Return whether `compute` uses `apply` for these tensors. No mode may observe this thread."""
+        """Return whether autograd records a call with these tensors. No mode may observe this thread."""
         plain, needs_no_gradient = _are_plain(tensors, grad=False), _are_plain(tensors, torch.is_grad_enabled())
         return self._backward is not None and plain and not needs_no_gradient
 
@@ -168,8 +158,12 @@ class LibraryOperator:
         places, given = flatten(tensors)
         if not (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
             return self.forward(*flat)
-        results = self.apply(None, places, options, given)
+        results = Recording(self, places, options).apply(None, given)
         return results if self.single or self.returns_tuple else list(results)
+
+    def group_options(self, options: Sequence[Any]) -> list[Any]:
+        """Return the options with each NamedTuple as one value, as the functions of `define` get them."""
+        return self._group_options((*[None] * self._count, *options))[self._count :]
 
     def _group_options(self, flat: Sequence[Any]) -> list[Any]:
         found = list(flat)
@@ -177,30 +171,50 @@ class LibraryOperator:
             found[place] = [kind._make(flat[place])]
         return found
 
-    def _set_up(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        if self._save is not None:
-            self._save(ctx, self._group_options(inputs), output)
-
-    # The autograd.Function of eager calls.
-
     def record(
-        self, ctx: Any, known: RememberedCall | None, places: Places, options: tuple[Any, ...], flat: Sequence[torch.Tensor]
-    ) -> Any:
-        """Compute the operator, and keep in ctx what its backward needs."""
-        tensors = unflatten(places, flat)
-        if known is None:
-            results = self.forward(*tensors, *options)
-        elif known.bound is not None and (made := known.bound(flat)) is not None:
-            results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
-        else:
-            results, known.bound, known.picks = self._compute_plain(tensors, options, flat)
-        self._set_up(ctx, (*tensors, *options), results)
-        return results
+        self, recording: Recording, known: RememberedCall | None, given: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Compute a call that autograd records, and return its results.
 
-    def differentiate(self, ctx: _Context, *grads: Any) -> tuple[Any, ...]:
-        """Return the gradients of the tensors."""
+        known: has the BoundCall of such calls, or gets it. None if torch's dispatcher is to compute it.
+        given: the tensors by which the BoundCall is called.
+        """
+        if known is not None and known.bound is not None and (made := known.bound(given)) is not None:
+            found: Any = [made[pick] for pick in known.picks]
+            view = known.view
+        else:
+            tensors, view = unflatten(recording.places, recording.read(given)), recording.view
+            if known is None:
+                found = self.forward(*tensors, *recording.options)
+            else:
+                found, bound, picks = self._compute_plain(tensors, recording.options, given)
+                known.keep(bound, picks, view)
+            found = [found] if self.single else found
+        return found if view is None else [view.restore(one) for one in found]
+
+    def save(self, context: _Context, inputs: tuple[Any, ...], results: Sequence[torch.Tensor]) -> None:
+        """Keep in a context what the backward needs."""
+        if self._save is not None:
+            self._save(context, inputs, results[0] if self.single else results)
+
+    def differentiate(self, context: _Context, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+        """Return the gradients of the operator's tensors. grads: those of its results.
+
+        Raises ValueError for a batch of gradients, before it calls an operator in which ranks wait.
+        """
         assert self._backward is not None
-        found: tuple[Any, ...] = self._backward(ctx, *grads)
+        if any(map(is_batch_of_gradients, grads)):
+            raise ValueError(
+                f"weft::{self.name} takes one gradient at a time; leave out is_grads_batched=True of torch.autograd.grad, and"
+                " vectorize=True of torch.autograd.functional"
+            )
+        # An operator that returns a list gets the gradients as one list.
+        flow = grads if self.single or self.returns_tuple else [list(grads)]
+        if not autocast_enabled():
+            found: tuple[Any, ...] = self._backward(context, *flow)
+        else:
+            with without_autocast():  # matmuls use the dtypes of their operands, as the operator does
+                found = self._backward(context, *flow)
         return found
 
 
@@ -259,46 +273,142 @@ def unflatten(places: Places, flat: Sequence[Any]) -> list[Any]:
     return found
 
 
+class Reading(Protocol):
+    """A Reading is how an operator reads a tensor of a graph of autograd: in another shape, or as a part of it.
+
+    read: returns what the operator computes with. It is differentiable if gradients are recorded.
+    restore: is the reverse of `read` for gradients. For results it is the other way round: a result is restored, and its
+        gradient is read.
+    """
+
+    def read(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+    def restore(self, x: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class Recording:
+    """A Recording is a kind of call that autograd records. Forward and backward are one node of its graph.
+
+    operator: the operator.
+    places: the structure of its tensors.
+    options: its options, one for each argument.
+    reads: how the operator reads each tensor of the graph. The memory that it reads is the same.
+    view: how the results are viewed. None if they are the operator's.
+    """
+
+    __slots__ = ("_grouped", "_sources", "operator", "options", "places", "reads", "view")
+
+    def __init__(
+        self,
+        operator: LibraryOperator,
+        places: Places,
+        options: Sequence[Any],
+        reads: Sequence[Reading | None] | None = None,
+        view: Reading | None = None,
+    ) -> None:
+        self.operator, self.places, self.options, self.reads, self.view = operator, places, tuple(options), reads, view
+        self._grouped = operator.group_options(options)
+        self._sources: list[Reading | None] | None = None
+        """How the backward reads each saved tensor. Saved tensors are those of the graph: otherwise they would have no
+        derivatives."""
+
+    def apply(
+        self, known: RememberedCall | None, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor] | None = None
+    ) -> Any:
+        """Compute a call. Return its result, or a tuple of them.
+
+        known: as for LibraryOperator.record.
+        tensors: those of the graph of autograd: ordinary ones, or what `reads` can read.
+        given: tensors with the memory that the operator reads, by which the BoundCall is called. None for `tensors`.
+        """
+        return self.operator.function.apply(self, known, tensors if given is None else given, *tensors)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the operator computes with."""
+        if self.reads is None:
+            return list(tensors)
+        return [one if read is None else read.read(one) for one, read in zip(tensors, self.reads, strict=True)]
+
+    def save(self, ctx: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        """Keep in autograd's context what the backward needs."""
+        context = _Context(ctx)
+        self.operator.save(context, (*unflatten(self.places, tensors), *self._grouped), results)
+        saved = context.saved
+        if self._sources is None:
+            readings = {id(one): read for one, read in zip(tensors, self.reads or (), strict=False)}
+            readings |= {id(one): self.view for one in results}
+            self._sources = [readings.get(id(one)) for one in saved]
+        ctx.save_for_backward(*saved)
+        ctx.recording, ctx.kept = self, context
+        context.ctx, context.saved = None, ()  # no cycle, and no tensor that autograd does not know
+
+    def unpack(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what the operator has saved, given what autograd has saved."""
+        assert self._sources is not None
+        return [one if read is None else read.read(one) for one, read in zip(saved, self._sources, strict=True)]
+
+    def differentiate(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the gradients of the tensors."""
+        context = copy(ctx.kept)
+        context.ctx, context.needs_input_grad = ctx, unflatten(self.places, ctx.needs_input_grad[3:])
+        if self.view is not None:
+            grads = [None if grad is None else self.view.read(grad) for grad in grads]
+        flat: list[torch.Tensor | None] = []
+        for place, grad in zip(self.places, self.operator.differentiate(context, grads), strict=True):
+            if place is not None and place < 0:
+                flat.append(grad)
+            elif place:
+                flat += [None] * place if grad is None else grad
+        if self.reads is not None:
+            pairs = zip(flat, self.reads, strict=True)
+            flat = [grad if grad is None or read is None else read.restore(grad) for grad, read in pairs]
+        return flat
+
+
 class _Recorded(torch.autograd.Function):
     """_Recorded is an operator's call in the graph of autograd."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        operator: LibraryOperator,
+        recording: Recording,
         known: RememberedCall | None,
-        places: Places,
-        options: tuple[Any, ...],
-        *given: torch.Tensor,
+        given: Sequence[torch.Tensor],
+        *tensors: torch.Tensor,
     ) -> Any:
-        ctx.operator, ctx.places = operator, places
-        results = operator.record(ctx, known, places, options, given)
-        ctx.several = not isinstance(results, torch.Tensor)
-        return tuple(results) if ctx.several else results
+        results = recording.operator.record(recording, known, given)
+        recording.save(ctx, tensors, results)
+        return results[0] if recording.operator.single else tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        seen = _Context(ctx, unflatten(ctx.places, ctx.needs_input_grad[4:]))
-        # An operator that returns a list gets the gradients as one list.
-        given = (list(grads),) if ctx.several and not ctx.operator.returns_tuple else grads
-        found = ctx.operator.differentiate(seen, *given)
-        flat: list[Any] = []
-        for place, grad in zip(ctx.places, found, strict=True):
-            if place is not None and place < 0:
-                flat.append(grad)
-            elif place:
-                flat += [None] * place if grad is None else grad
-        return (None, None, None, None, *flat)
+        return (None, None, None, *ctx.recording.differentiate(ctx, grads))
 
 
 class _Context:
-    """A _Context is an autograd context whose `needs_input_grad` has the structure of the operator's arguments."""
+    """A _Context is what an operator's `save` and `backward` get as the context of autograd. They may set further attributes.
 
-    def __init__(self, ctx: Any, needs_input_grad: list[Any]) -> None:
-        self._ctx, self.needs_input_grad = ctx, needs_input_grad
+    needs_input_grad: in the structure of the operator's arguments.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
+    needs_input_grad: list[Any]
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx, self.saved = ctx, tuple[torch.Tensor, ...]()
+
+    def save_for_backward(self, *saved: torch.Tensor) -> None:
+        self.saved = saved
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.ctx.set_materialize_grads(value)
+
+    def mark_non_differentiable(self, *results: torch.Tensor) -> None:
+        self.ctx.mark_non_differentiable(*results)
+
+    @property
+    def saved_tensors(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = self.ctx.recording.unpack(self.ctx.saved_tensors)
+        return found
 
 
 def can_skip_dispatcher(arguments: Iterable[torch.Tensor | Sequence[torch.Tensor] | None]) -> bool:
@@ -337,36 +447,6 @@ def _refuse_tangents(kernel: Function, what: str) -> Function:
                 " torch.func.jvp); use reverse mode"
             )
         return kernel(*given, **named)
-
-    return checked
-
-
-def _disable_autocast(backward: Function) -> Function:
-    """Return a backward without autocast, so that its matmuls use the dtypes of their operands, as the operator does."""
-
-    @wraps(backward)
-    def complete(*given: Any) -> Any:
-        if not autocast_enabled():
-            return backward(*given)
-        with without_autocast():
-            return backward(*given)
-
-    return complete
-
-
-def _refuse_batched_gradients(backward: Function, what: str) -> Function:
-    """Return a backward that raises ValueError for a batch of gradients, before it calls an operator in which ranks wait."""
-
-    @wraps(backward)
-    def checked(ctx: Any, *flow: Any) -> Any:
-        for some in flow:
-            for grad in some if isinstance(some, list) else (some,):
-                if is_batch_of_gradients(grad):
-                    raise ValueError(
-                        f"{what} takes one gradient at a time; leave out is_grads_batched=True of torch.autograd.grad, and"
-                        " vectorize=True of torch.autograd.functional"
-                    )
-        return backward(ctx, *flow)
 
     return checked
 

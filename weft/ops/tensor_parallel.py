@@ -16,7 +16,7 @@ The backward of each is the other one, overlapped with its matmul as in the forw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Unpack, cast, overload
 
 import torch
@@ -29,14 +29,12 @@ from weft.core.schedule import Schedule
 from weft.ops.common import (
     FLOAT8,
     as_matrix,
-    as_tensor,
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
-    is_outermost,
     make_empty_operand_after,
-    make_view,
     resolve_group,
+    rows_of,
     schedule_to_spec,
     to_list,
 )
@@ -183,19 +181,19 @@ def all_gather_matmul(
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
     spec, gathered = schedule_to_spec(schedule, "all_gather_matmul"), return_gathered or keep
     several, count = not isinstance(b, torch.Tensor), len(bs)
-    view = None if len(shape) == 2 else make_view(total, shape, dim)
+    reads, view = (rows_of(a.shape, dim), None), rows_of(a.shape, dim, total)
 
-    def after(flat: list[torch.Tensor]) -> Any:
-        results = flat if view is None else [view(one) for one in flat]
-        out = results[:count] if several else results[0]
+    def after(results: Sequence[torch.Tensor]) -> Any:
+        out = list(results[:count]) if several else results[0]
         return (out, *results[count:]) if return_gathered else out
 
     if scaled is not None:
         sizes: dict[str, Any] = {"rows": total * unit, "unit": max(unit, 1), "return_gathered": return_gathered}
         own = scaled.moved(dim)
-        return after(scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes))
+        results = scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes)
+        return after(results if view is None else [view.restore(one) for one in results])
     options = (name, total * unit, max(unit, 1), spec, gathered, keep)
-    return OperatorRequest(_all_gather_matmul, (a, bs), options, group, _make_matrix(dim, a), after)
+    return OperatorRequest(_all_gather_matmul, (a, bs), options, group, reads, view, after)
 
 
 class _Gather(NamedTuple):
@@ -316,10 +314,11 @@ def matmul_reduce_scatter(
         own, flat = scaled.moved(dim), as_matrix(moved)
         sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "reduce_op": op}
         (out,) = scaled_matmul("matmul_reduce_scatter", flat, [b], own, (name, rank, world_size), spec, **sizes)
-        return as_tensor(out, high - low, shape, dim)
-    after = None if len(shape) == 2 else make_view(high - low, shape, dim)
+        view = rows_of(a.shape, dim, high - low)
+        return out if view is None else view.restore(out)
+    reads, view = (rows_of(a.shape, dim), None), rows_of(a.shape, dim, high - low)
     options = (name, rank, world_size, unit, spec, op)
-    request = OperatorRequest(_matmul_reduce_scatter, (a, b), options, group, _make_matrix(dim, a), after)
+    request = OperatorRequest(_matmul_reduce_scatter, (a, b), options, group, reads, view)
     return cast(torch.Tensor, request)  # `public` runs it
 
 
@@ -369,16 +368,6 @@ _matmul_reduce_scatter = define(
 
 
 # What both share.
-
-
-def _make_matrix(dim: int, a: torch.Tensor) -> Callable[..., tuple[Any, ...]] | None:
-    """Return the function that turns a into a matrix of its rows, dimension `dim` outermost. None if it is one."""
-    if a.dim() == 2:
-        return None
-    if is_outermost(a.shape[:dim]):
-        rows = a.shape[dim] * count_rows_per_entry(a.shape[dim:])
-        return lambda a, b: (a.reshape(rows, a.shape[-1]), b)
-    return lambda a, b: (as_matrix(a.movedim(dim, 0)), b)
 
 
 def _dimension(name: str, dim: int, a: torch.Tensor) -> int:

@@ -83,14 +83,15 @@ class RememberedCall:
     group, name: the process group, as a weak reference, and its name.
     bound: the BoundCall. None if such a call cannot be replayed.
     picks: for each result, its number among the outputs of the BoundCall.
+    view: how the BoundCall's outputs are viewed (weft.ops.common.RowsOf). None if it allocates them in the caller's shape.
     values: weak references to the Schedule values among the arguments. `identify` compares them by id, and another object may
         get the id of a dead one, so this counts as found only while all of them live.
     request: the weft.ops.front.OperatorRequest without its group. Its `tensors` are the structure of the tensors, and their
         numbers among the tensors of a call. None if the operator itself remembers the call.
-    recorded: whether such calls are recorded by autograd. Then the BoundCall takes the operator's tensors.
+    recording: the weft.ops.operator.Recording of such calls, if autograd records them. Else None.
     """
 
-    __slots__ = ("bound", "group", "name", "picks", "recorded", "request", "values")
+    __slots__ = ("__weakref__", "bound", "group", "name", "picks", "recording", "request", "values", "view")
 
     def __init__(
         self,
@@ -99,10 +100,19 @@ class RememberedCall:
         picks: Sequence[int] = (),
         values: Sequence[Schedule] = (),
         request: Any = None,
+        view: Any = None,
     ) -> None:
+        self.recording: Any
         self.group: Callable[[], dist.ProcessGroup | None] = ref(group) if group is not None else lambda: None
-        self.name, self.bound, self.picks = "" if group is None else group.group_name, bound, picks
-        self.values, self.request, self.recorded = [ref(value) for value in values], request, False
+        self.name = "" if group is None else group.group_name
+        self.keep(bound, picks, view)
+        self.values, self.request, self.recording = [ref(value) for value in values], request, None
+
+    def keep(self, bound: BoundCall | None, picks: Sequence[int], view: Any = None) -> None:
+        """Keep a BoundCall, whose outputs are matrices. view: how they are viewed."""
+        self.bound, self.picks, self.view = bound, picks, view
+        if bound is not None and view is not None and not view.moved:
+            self.bound, self.view = bound.of_shape(view.extents), None
 
     def is_outdated(self) -> bool:
         """Return whether one of the Schedule values is dead."""
@@ -222,6 +232,12 @@ class BoundCall:
         made = copy(self)
         made._places = tuple([numbers[address] for address in addresses])
         made._written = tuple([numbers[mine[number].data_ptr()] for number in self._written])
+        return made
+
+    def of_shape(self, extents: Sequence[int]) -> BoundCall:
+        """Return a BoundCall like this one whose outputs have these extents in place of their rows."""
+        made = copy(self)
+        made._outputs = [one._replace(shape=torch.Size((*extents, one.shape[-1]))) for one in self._outputs]
         return made
 
     @property

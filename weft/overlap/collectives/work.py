@@ -98,7 +98,7 @@ def begin(
     if stream is not None and not (async_op and call.device.type == "cuda"):
         raise ValueError("stream is for calls with async_op=True on GPUs; else enter it: with torch.cuda.stream(stream)")
     if not async_op:
-        return OperatorRequest(cast(Any, IN_PLACE), (output, given), (make,), group, None, _return_nothing)
+        return OperatorRequest(cast(Any, IN_PLACE), (output, given), (make,), group, after=_return_nothing)
     if call.device.type != "cuda":
         GROUPS.run(call.group, call)
         return Work((), call.out, None)
