@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 
 
@@ -45,9 +45,17 @@ traced_graph: Callable[[], object | None] = torch._C._get_tracing_state
 """Returns what torch.jit.trace records of this thread's calls, or None. While tracing, sizes of tensors are tensors."""
 
 
-def is_batch_of_gradients(value: object) -> bool:
-    """Return whether a value is a batch of gradients, which torch.autograd.grad(is_grads_batched=True) passes to backwards."""
-    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)
+is_batch_of_gradients: Callable[[torch.Tensor], bool] = is_legacy_batchedtensor
+"""Returns whether a tensor is a batch of gradients, which torch.autograd.grad(is_grads_batched=True) passes to backwards."""
+
+
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return the `apply` of an autograd.Function for calls that no transform of torch.func observes.
+
+    torch's own `apply` asks for such transforms, and looks at each argument.
+    """
+    found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return found
 
 
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled

@@ -42,8 +42,18 @@ from weft.core.problem import split
 from weft.models import quantised
 from weft.models.communicating import LayerCalls
 from weft.models.parameters import group_of, keep_parts, part_of
-from weft.models.products import ProductSettings, columns, ops_of_columns, ops_of_rows, rows
+from weft.models.products import (
+    ProductSettings,
+    columns,
+    ops_of_columns,
+    ops_of_rows,
+    product_of_columns,
+    product_of_rows,
+    rows,
+    with_biases,
+)
 from weft.models.quantised import QuantisedWeight, kind_of
+from weft.models.repeated import RepeatedProduct
 
 Tensor = torch.Tensor
 
@@ -82,6 +92,7 @@ class SharedInputLinears:
     tokens: Tokens
     settings: ProductSettings
     ran: LayerCalls = field(default_factory=LayerCalls)
+    repeated: RepeatedProduct = field(default_factory=RepeatedProduct)
     _saved_products: dict[int, Tensor] = field(default_factory=dict)
     _placeholder: Tensor | None = None
     _last_placeholder: dict[Any, Tensor] = field(default_factory=dict)
@@ -152,16 +163,21 @@ class SharedInputLinears:
             )
 
     def _multiply(self, x: Tensor, members: Sequence[ColumnLinear], total: int | None) -> list[Tensor]:
-        eager = not torch.compiler.is_compiling()
-        weights: list[Any] = [get_weight(member, eager) for member in members]
-        biases = [get_bias(member, eager) for member in members]
+        eager, dim = not torch.compiler.is_compiling(), self.tokens.dim
         self.tokens.check()
+        biases = [get_bias(member, eager) for member in members]
+        if eager and (outs := self.repeated.again(x, members, dim, total)) is not None:
+            return with_biases(outs, biases)
+        weights: list[Any] = [get_weight(member, eager) for member in members]
         group = group_of(members[0], eager=eager)
-        dim = self.tokens.dim
         if not eager or self.ran.is_new(x.shape, dim, total, x.requires_grad, torch.is_grad_enabled()):
             self.ran.record(ops_of_columns(x, total), count_rows(x, dim, total), eager=eager)
-        multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
-        return multiply(x, weights, biases, group, self.settings, dim=dim, total=total)
+        is_plain = not isinstance(weights[0], QuantisedWeight)
+        products = (columns if is_plain else quantised.columns)(x, weights, biases, group, self.settings, dim=dim, total=total)
+        if eager and is_plain and total is not None and self.settings.float8 is None:
+            product = product_of_columns(x, weights, group, self.settings, dim=dim, total=total)
+            self.repeated.remember(x, members, dim, total, of=product)
+        return products
 
 
 class ColumnLinear(nn.Linear):
@@ -179,17 +195,24 @@ class RowLinear(nn.Linear):
     _weft_tokens: Tokens
     _weft_settings: ProductSettings
     _weft_ran: LayerCalls
+    _weft_repeated: RepeatedProduct
 
     def forward(self, input: Tensor) -> Tensor:
-        eager, tokens = not torch.compiler.is_compiling(), self._weft_tokens
+        eager, tokens, repeated = not torch.compiler.is_compiling(), self._weft_tokens, self._weft_repeated
         tokens.check()
-        scatter = tokens.total is not None
+        scatter, dim = tokens.total is not None, tokens.dim
+        bias = get_bias(self, eager, summed=scatter)
+        if eager and scatter and (out := repeated.again(input, (self,), dim)) is not None:
+            return with_biases([out], [bias])[0]
         weight: Any = get_weight(self, eager)
-        bias, group = get_bias(self, eager, summed=scatter), group_of(self, eager=eager)
+        group = group_of(self, eager=eager)
         if not eager or self._weft_ran.is_new(input.shape, scatter, torch.is_grad_enabled()):
             self._weft_ran.record(ops_of_rows(scatter), count_rows(input, 0, None), eager=eager)
-        multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
-        return multiply(input, weight, bias, group, self._weft_settings, dim=tokens.dim, scatter=scatter)
+        is_plain, settings = not isinstance(weight, QuantisedWeight), self._weft_settings
+        product = (rows if is_plain else quantised.rows)(input, weight, bias, group, settings, dim=dim, scatter=scatter)
+        if eager and is_plain and scatter and settings.float8 is None:
+            repeated.remember(input, (self,), dim, of=product_of_rows(input, weight, group, settings, dim=dim))
+        return product
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
@@ -291,7 +314,8 @@ def make_row_linear(linear: nn.Linear, tokens: Tokens, settings: ProductSettings
     _shard_parameters(linear, distribute, Shard(1), Replicate())
     linear.__class__ = kind
     row = cast(RowLinear, linear)
-    row._weft_tokens, row._weft_settings, row._weft_ran = tokens, settings, LayerCalls()
+    row._weft_tokens, row._weft_settings = tokens, settings
+    row._weft_ran, row._weft_repeated = LayerCalls(), RepeatedProduct()
     return row._weft_ran
 
 

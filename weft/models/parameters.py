@@ -59,6 +59,7 @@ class ModuleParameter:
         self._parameter: Tensor | None = None
         self._memory: Tensor | None = None
         self._plain: Tensor | None = None
+        self._transposed: Tensor | None = None
         self._part: Tensor | None = None
         self._group: dist.ProcessGroup | None = None
         self._gpu: int | None = None
@@ -80,6 +81,25 @@ class ModuleParameter:
             self._part = _Part.apply(parameter)  # type: ignore[no-untyped-call]
             run_first(self._part.grad_fn)
         return self._part
+
+    @property
+    def transposed(self) -> Tensor:
+        """The transpose of this rank's part of a matrix, outside of autograd."""
+        if self._transposed is None:
+            self._transposed = cast(Tensor, self._plain).t()
+        return self._transposed
+
+    def is_of(self, parameter: Tensor) -> bool:
+        """Return whether the module's parameter is the one that was looked up."""
+        return parameter is self._parameter and local_tensor_of(parameter) is self._memory
+
+    def part_of(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part, outside of the graph that `part` makes. It is differentiable if gradients are recorded."""
+        return own_part(parameter) if torch.is_grad_enabled() or not self.is_of(parameter) else cast(Tensor, self._plain)
+
+    def gradient_of(self, grad: Tensor) -> Tensor:
+        """Return the gradient of the parameter, given that of this rank's part."""
+        return _gradient(grad, spec_of(cast(Tensor, self._parameter)), cast(Tensor, self._memory).stride())
 
     def summed(self, parameter: Tensor) -> Tensor:
         """Return this rank's part, with its gradient summed over the ranks."""
@@ -124,6 +144,7 @@ class ModuleParameter:
             self._made = self.bundle = None
         self._memory = local_tensor_of(parameter)
         self._parameter, self._plain, self._part, self._group = parameter, self._memory.detach(), None, None
+        self._transposed = None
         self._gpu = self._memory.device.index if self._memory.is_cuda else None
 
 
@@ -167,11 +188,14 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Tensor | None:
-        if grad is None:
-            return None
-        if not torch.is_grad_enabled() and grad.stride() == ctx.strides:
-            return dtensor_of(grad, ctx.spec)
-        return differentiable_dtensor_of(grad, ctx.spec)
+        return None if grad is None else _gradient(grad, ctx.spec, ctx.strides)
+
+
+def _gradient(grad: Tensor, spec: Any, strides: Sequence[int]) -> Tensor:
+    """Return the gradient of a DTensor, given that of its part. strides: those of the part."""
+    if not torch.is_grad_enabled() and grad.stride() == strides:
+        return dtensor_of(grad, spec)
+    return differentiable_dtensor_of(grad, spec)
 
 
 class _Bundle:
@@ -242,6 +266,12 @@ def keep_parts(module: nn.Module, *names: str, summed: bool = False) -> None:
     """
     known = module.__dict__.setdefault(_PARAMETERS, {})
     known.update({name: ModuleParameter(module.get_parameter(name) if summed else None) for name in names})
+
+
+def kept_parameter(module: nn.Module, name: str) -> ModuleParameter:
+    """Return what `keep_parts` keeps of a parameter."""
+    found: ModuleParameter = module.__dict__[_PARAMETERS][name]
+    return found
 
 
 def part_of(module: nn.Module, name: str, *, eager: bool, summed: bool = False) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +76,35 @@ def columns(
         outs = settings.float8.columns(x, weights, group, settings, dim=dim, total=total)
     else:
         outs = _columns(*in_one_dtype(x, weights), group=group, settings=settings, dim=dim, total=total)
+    return with_biases(outs, biases)
+
+
+def with_biases(outs: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return each product plus its bias."""
     return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
+
+
+Product = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A call of an operator: the operator, its arguments and its options."""
+
+
+def product_of_columns(
+    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, settings: ProductSettings, *, dim: int, total: int
+) -> Product:
+    """Return the call of all_gather_matmul that `columns` makes."""
+    options = {
+        "schedule": settings.of("all_gather_matmul"),
+        "gather_dim": dim,
+        "rows": total,
+        "keep_gathered": settings.keep_gathered,
+    }
+    return all_gather_matmul, (x, [weight.t() for weight in weights], group), options
+
+
+def product_of_rows(x: Tensor, weight: Tensor, group: dist.ProcessGroup, settings: ProductSettings, *, dim: int) -> Product:
+    """Return the call of matmul_reduce_scatter that `rows` makes."""
+    options = {"schedule": settings.of("matmul_reduce_scatter"), "scatter_dim": dim}
+    return matmul_reduce_scatter, (x, weight.t(), group), options
 
 
 def rows(
@@ -102,7 +130,8 @@ def rows(
             matrix = x[None] if x.dim() == 1 else x
             out = matmul_all_reduce(matrix, weight.t(), group, schedule=settings.of("matmul_all_reduce"), bias=bias)
             return out[0] if x.dim() == 1 else out
-        out = matmul_reduce_scatter(x, weight.t(), group, schedule=settings.of("matmul_reduce_scatter"), scatter_dim=dim)
+        operator, arguments, options = product_of_rows(x, weight, group, settings, dim=dim)
+        out = operator(*arguments, **options)
     return out if bias is None else out + bias.to(out.dtype)
 
 
@@ -111,15 +140,9 @@ def _columns(
 ) -> list[Tensor]:
     if total is None:
         return _of_whole(x, weights, group, settings)
-    return all_gather_matmul(
-        x,
-        [weight.t() for weight in weights],
-        group,
-        schedule=settings.of("all_gather_matmul"),
-        gather_dim=dim,
-        rows=total,
-        keep_gathered=settings.keep_gathered,
-    )
+    operator, arguments, options = product_of_columns(x, weights, group, settings, dim=dim, total=total)
+    found: list[Tensor] = operator(*arguments, **options)
+    return found
 
 
 def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:

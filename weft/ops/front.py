@@ -90,9 +90,7 @@ def public(function: F) -> F:
         try:
             tensors: list[torch.Tensor] = []
             identity = identify([function, len(arguments), *options], [*arguments, *options.values()], tensors)
-            known = None if identity is None else GROUPS.remembered.get(identity)
-            if known is not None and (known.group() not in LIVING_GROUPS or (known.values and known.is_outdated())):
-                known = None
+            known = None if identity is None else GROUPS.remembered.find(identity, tensors)
             if known is None:
                 request = function(*arguments, **options)
                 return _run(request, identity, tensors, arguments, options) if isinstance(request, OperatorRequest) else request
@@ -122,6 +120,37 @@ def public(function: F) -> F:
     return cast(F, call)
 
 
+def find_remembered(function: Any, arguments: Sequence[Any], options: dict[str, Any]) -> RememberedCall | None:
+    """Return what is remembered of a public operator's call with these arguments."""
+    tensors: list[torch.Tensor] = []
+    identity = identify([function.__wrapped__, len(arguments), *options], [*arguments, *options.values()], tensors)
+    return None if identity is None else GROUPS.remembered.find(identity, tensors)
+
+
+def repeat(known: RememberedCall, recording: Recording | None, tensors: list[Any], given: list[torch.Tensor]) -> Any:
+    """Make a remembered call, and return what the public function returns. Return None if it has to be made in another way.
+
+    recording: the Recording of the call, if autograd records it.
+    tensors, given: as for Recording.apply.
+    """
+    group, request = known.group(), known.request
+    if group not in LIVING_GROUPS:
+        return None
+    try:
+        if recording is not None:
+            results = recording.apply(known, tensors, given)
+            return results if request.after is None else request.after(results)
+        if known.bound is None or (made := known.bound(given)) is None:
+            return None
+        results = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
+        if known.view is not None:
+            return request.finish(results)
+        return results if request.after is None else request.after(results)
+    except Exception as error:
+        publish_error_instead(group, error)
+        raise
+
+
 def _run(
     request: OperatorRequest,
     identity: tuple[Any, ...] | None,
@@ -141,7 +170,7 @@ def _run(
         made = RememberedCall(group, bound, picks, values, template, request.view)
         if request.operator.is_recorded(given):
             made.recording = _recording_of(request, places, flat, flatten(given)[1])
-        GROUPS.remembered.add(identity, made)
+        GROUPS.remembered.add(identity, tensors, made)
     return request.finish(results)
 
 

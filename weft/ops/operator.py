@@ -17,15 +17,15 @@ torch._dynamo at the first call. If a process group exists by then, its threads 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from functools import wraps
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
-from weft.compat.c10d import LIVING_GROUPS, group_named
+from weft.compat.c10d import group_named
 from weft.compat.dispatch import (
+    apply_of,
     autocast_enabled,
     forward_mode,
     has_tangent,
@@ -35,8 +35,9 @@ from weft.compat.dispatch import (
     without_autocast,
 )
 from weft.compat.tensors import tree_flatten, tree_leaves, tree_unflatten
+from weft.compat.thread_state import thread_state
 from weft.ops.schema import schema_of
-from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind, identify
+from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind
 from weft.runtime.calls import Call
 from weft.runtime.groups import GROUPS
 
@@ -79,15 +80,15 @@ class LibraryOperator:
         double_backward: bool = True,
     ) -> None:
         schema, self._count, self._places = schema_of(name, run, returns)
-        self.name, self._run, self._fake, self._save = name, run, fake, save
+        self.name, self._run, self._fake, self.save = name, run, fake, save
         self._calls = returns is not None
         self.single, self.returns_tuple = not schema.endswith(("[]", ")")), schema.endswith(")")
         self.function: Any = type(f"weft_{name}", (_Recorded,), {})
+        self.apply = apply_of(self.function)
         self.dispatched = self.forward = self._define(name, schema)
-        self._backward = None
+        self.backward: Any = None
         if backward is not None:
-            checked = backward if double_backward else _refuse_second_derivatives(backward, f"weft::{name}")
-            self._backward = checked
+            self.backward = backward if double_backward else _refuse_second_derivatives(backward, f"weft::{name}")
             self.forward = self._define(f"{name}_forward", schema.replace("(", "_forward(", 1))
             _LIBRARY.impl(name, self._autograd_kernel, "Autograd")
 
@@ -112,8 +113,8 @@ class LibraryOperator:
         if torch.compiler.is_compiling():
             return self.dispatched(*tensors, *options), None, ()
         if can_skip_dispatcher(tensors):
-            return self._compute_plain(tensors, options, bind_to)
-        if self._backward is None or observed() or not _are_plain(tensors, grad=False):
+            return self.compute_plain(tensors, options, bind_to)
+        if self.backward is None or observed() or not _are_plain(tensors, grad=False):
             return self.dispatched(*tensors, *options), None, ()
         places, flat = flatten(tensors)
         return Recording(self, places, options).apply(RememberedCall(), flat), None, ()
@@ -121,19 +122,18 @@ class LibraryOperator:
     def is_recorded(self, tensors: Sequence[Any]) -> bool:
         """Return whether autograd records a call with these tensors. No mode may observe this thread."""
         plain, needs_no_gradient = _are_plain(tensors, grad=False), _are_plain(tensors, torch.is_grad_enabled())
-        return self._backward is not None and plain and not needs_no_gradient
+        return self.backward is not None and plain and not needs_no_gradient
 
-    def _compute_plain(
+    def compute_plain(
         self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
     ) -> tuple[Any, BoundCall | None, Sequence[int]]:
         """Compute the operator, without gradients, on ordinary tensors."""
         if not self._calls:
             return self._run(*self._group_options((*tensors, *options))), None, ()
-        flat: list[torch.Tensor] = []
-        identity = identify([self], [*tensors, *options], flat)
-        known = None if identity is None else GROUPS.remembered.get(identity)
-        if known is not None and known.group() not in LIVING_GROUPS:
-            known = None
+        places, flat = flatten(tensors)
+        state = thread_state(flat[0].dtype)
+        identity = (self, places, *options, *(state or ()), flat[0].shape)
+        known = None if state is None else GROUPS.remembered.find(identity, flat)
         if known is not None and known.bound is not None and (made := known.bound(flat)) is not None:
             results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
             return results, None if bind_to is None else known.bound.of_tensors(flat, bind_to), known.picks
@@ -143,15 +143,15 @@ class LibraryOperator:
         numbers = {id(one): number for number, one in enumerate(chain.from_iterable(outputs.values()))}
         picks = [numbers[id(result)] for result in results if id(result) in numbers]
         bound = None if known is None else known.bound
-        if identity is not None and (known is None or (bound is not None and not bound.makes(agreed))):
+        if state is not None and (known is None or (bound is not None and not bound.makes(agreed))):
             bound = bind(agreed, call, outputs, flat)
-            GROUPS.remembered.add(identity, RememberedCall(group_named(call.group), bound, picks))
+            GROUPS.remembered.add(identity, flat, RememberedCall(group_named(call.group), bound, picks))
         if bind_to is not None:
             bound = (bound and bound.of_tensors(flat, bind_to)) or bind(agreed, call, outputs, bind_to)
         return results[0] if self.single else results, bound, picks
 
     def _kernel(self, *flat: Any) -> Any:
-        return self._compute_plain(flat[: self._count], flat[self._count :])[0]
+        return self.compute_plain(flat[: self._count], flat[self._count :])[0]
 
     def _autograd_kernel(self, *flat: Any) -> Any:
         tensors, options = flat[: self._count], flat[self._count :]
@@ -169,52 +169,6 @@ class LibraryOperator:
         found = list(flat)
         for kind, place in self._places:
             found[place] = [kind._make(flat[place])]
-        return found
-
-    def record(
-        self, recording: Recording, known: RememberedCall | None, given: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Compute a call that autograd records, and return its results.
-
-        known: has the BoundCall of such calls, or gets it. None if torch's dispatcher is to compute it.
-        given: the tensors by which the BoundCall is called.
-        """
-        if known is not None and known.bound is not None and (made := known.bound(given)) is not None:
-            found: Any = [made[pick] for pick in known.picks]
-            view = known.view
-        else:
-            tensors, view = unflatten(recording.places, recording.read(given)), recording.view
-            if known is None:
-                found = self.forward(*tensors, *recording.options)
-            else:
-                found, bound, picks = self._compute_plain(tensors, recording.options, given)
-                known.keep(bound, picks, view)
-            found = [found] if self.single else found
-        return found if view is None else [view.restore(one) for one in found]
-
-    def save(self, context: _Context, inputs: tuple[Any, ...], results: Sequence[torch.Tensor]) -> None:
-        """Keep in a context what the backward needs."""
-        if self._save is not None:
-            self._save(context, inputs, results[0] if self.single else results)
-
-    def differentiate(self, context: _Context, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-        """Return the gradients of the operator's tensors. grads: those of its results.
-
-        Raises ValueError for a batch of gradients, before it calls an operator in which ranks wait.
-        """
-        assert self._backward is not None
-        if any(map(is_batch_of_gradients, grads)):
-            raise ValueError(
-                f"weft::{self.name} takes one gradient at a time; leave out is_grads_batched=True of torch.autograd.grad, and"
-                " vectorize=True of torch.autograd.functional"
-            )
-        # An operator that returns a list gets the gradients as one list.
-        flow = grads if self.single or self.returns_tuple else [list(grads)]
-        if not autocast_enabled():
-            found: tuple[Any, ...] = self._backward(context, *flow)
-        else:
-            with without_autocast():  # matmuls use the dtypes of their operands, as the operator does
-                found = self._backward(context, *flow)
         return found
 
 
@@ -296,7 +250,7 @@ class Recording:
     view: how the results are viewed. None if they are the operator's.
     """
 
-    __slots__ = ("_grouped", "_sources", "operator", "options", "places", "reads", "view")
+    __slots__ = ("_grouped", "_needs", "_sources", "operator", "options", "places", "reads", "view")
 
     def __init__(
         self,
@@ -311,58 +265,100 @@ class Recording:
         self._sources: list[Reading | None] | None = None
         """How the backward reads each saved tensor. Saved tensors are those of the graph: otherwise they would have no
         derivatives."""
+        self._needs: tuple[Sequence[bool], list[Any]] = (), []
+        """The last needs_input_grad of autograd, and the same in the structure of the operator's arguments."""
 
     def apply(
         self, known: RememberedCall | None, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor] | None = None
     ) -> Any:
         """Compute a call. Return its result, or a tuple of them.
 
-        known: as for LibraryOperator.record.
+        known: has the BoundCall of such calls, or gets it. None if torch's dispatcher is to compute it.
         tensors: those of the graph of autograd: ordinary ones, or what `reads` can read.
         given: tensors with the memory that the operator reads, by which the BoundCall is called. None for `tensors`.
         """
-        return self.operator.function.apply(self, known, tensors if given is None else given, *tensors)
+        apply = self.operator.function.apply if known is None else self.operator.apply
+        return apply(self, known, tensors if given is None else given, *tensors)
 
-    def read(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what the operator computes with."""
-        if self.reads is None:
-            return list(tensors)
-        return [one if read is None else read.read(one) for one, read in zip(tensors, self.reads, strict=True)]
+    def compute(self, known: RememberedCall | None, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Compute a call without a BoundCall that makes it, and return its results."""
+        tensors = unflatten(self.places, self._read(given, self.reads))
+        if known is None:
+            found = self.operator.forward(*tensors, *self.options)
+        else:
+            found, bound, picks = self.operator.compute_plain(tensors, self.options, given)
+            known.keep(bound, picks, self.view)
+        found = [found] if self.operator.single else found
+        return found if self.view is None else [self.view.restore(one) for one in found]
 
     def save(self, ctx: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         """Keep in autograd's context what the backward needs."""
-        context = _Context(ctx)
-        self.operator.save(context, (*unflatten(self.places, tensors), *self._grouped), results)
-        saved = context.saved
+        ctx.recording, save = self, self.operator.save
+        if save is None:
+            return
+        context = _Context()
+        context.ctx = ctx
+        save(context, (*unflatten(self.places, tensors), *self._grouped), results[0] if self.operator.single else results)
+        kept = context.__dict__
+        del kept["ctx"]  # a cycle
+        saved = kept.pop("saved", ())
         if self._sources is None:
             readings = {id(one): read for one, read in zip(tensors, self.reads or (), strict=False)}
             readings |= {id(one): self.view for one in results}
             self._sources = [readings.get(id(one)) for one in saved]
         ctx.save_for_backward(*saved)
-        ctx.recording, ctx.kept = self, context
-        context.ctx, context.saved = None, ()  # no cycle, and no tensor that autograd does not know
+        ctx.kept = kept
+
+    def differentiate(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Return the gradients of the tensors.
+
+        Raises ValueError for a batch of gradients, before it calls an operator in which ranks wait.
+        """
+        operator, view = self.operator, self.view
+        for grad in grads:
+            if grad is not None and is_batch_of_gradients(grad):
+                raise ValueError(
+                    f"weft::{operator.name} takes one gradient at a time; leave out is_grads_batched=True of"
+                    " torch.autograd.grad, and vectorize=True of torch.autograd.functional"
+                )
+        if view is not None:
+            grads = [None if grad is None else view.read(grad) for grad in grads]
+        needs = ctx.needs_input_grad
+        if needs != self._needs[0]:
+            self._needs = needs, unflatten(self.places, needs[3:])
+        context = _Context()
+        context.__dict__.update(ctx.kept)
+        context.ctx, context.needs_input_grad = ctx, self._needs[1]
+        # An operator that returns a list gets the gradients as one list.
+        flow = grads if operator.single or operator.returns_tuple else [grads]
+        if not autocast_enabled():
+            found = operator.backward(context, *flow)
+        else:
+            with without_autocast():  # matmuls use the dtypes of their operands, as the operator does
+                found = operator.backward(context, *flow)
+        flat: list[torch.Tensor | None] = []
+        for place, grad in zip(self.places, found, strict=True):
+            if place is not None:
+                if place < 0:
+                    flat.append(grad)
+                else:
+                    flat += [None] * place if grad is None else grad
+        if self.reads is not None:
+            for number, read in enumerate(self.reads):
+                grad = flat[number]
+                if grad is not None and read is not None:
+                    flat[number] = read.restore(grad)
+        return flat
 
     def unpack(self, saved: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what the operator has saved, given what autograd has saved."""
         assert self._sources is not None
-        return [one if read is None else read.read(one) for one, read in zip(saved, self._sources, strict=True)]
+        return self._read(saved, self._sources)
 
-    def differentiate(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return the gradients of the tensors."""
-        context = copy(ctx.kept)
-        context.ctx, context.needs_input_grad = ctx, unflatten(self.places, ctx.needs_input_grad[3:])
-        if self.view is not None:
-            grads = [None if grad is None else self.view.read(grad) for grad in grads]
-        flat: list[torch.Tensor | None] = []
-        for place, grad in zip(self.places, self.operator.differentiate(context, grads), strict=True):
-            if place is not None and place < 0:
-                flat.append(grad)
-            elif place:
-                flat += [None] * place if grad is None else grad
-        if self.reads is not None:
-            pairs = zip(flat, self.reads, strict=True)
-            flat = [grad if grad is None or read is None else read.restore(grad) for grad, read in pairs]
-        return flat
+    def _read(self, tensors: Sequence[torch.Tensor], reads: Sequence[Reading | None] | None) -> list[torch.Tensor]:
+        if reads is None:
+            return list(tensors)
+        return [one if read is None else read.read(one) for one, read in zip(tensors, reads, strict=True)]
 
 
 class _Recorded(torch.autograd.Function):
@@ -376,7 +372,13 @@ class _Recorded(torch.autograd.Function):
         given: Sequence[torch.Tensor],
         *tensors: torch.Tensor,
     ) -> Any:
-        results = recording.operator.record(recording, known, given)
+        results: Any
+        if known is not None and known.bound is not None and (made := known.bound(given)) is not None:
+            results = [made[pick] for pick in known.picks]
+            if known.view is not None:
+                results = [known.view.restore(one) for one in results]
+        else:
+            results = recording.compute(known, given)
         recording.save(ctx, tensors, results)
         return results[0] if recording.operator.single else tuple(results)
 
@@ -388,13 +390,12 @@ class _Recorded(torch.autograd.Function):
 class _Context:
     """A _Context is what an operator's `save` and `backward` get as the context of autograd. They may set further attributes.
 
+    ctx: autograd's own.
     needs_input_grad: in the structure of the operator's arguments.
     """
 
+    ctx: Any
     needs_input_grad: list[Any]
-
-    def __init__(self, ctx: Any) -> None:
-        self.ctx, self.saved = ctx, tuple[torch.Tensor, ...]()
 
     def save_for_backward(self, *saved: torch.Tensor) -> None:
         self.saved = saved

@@ -24,8 +24,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
+from weft.compat.c10d import LIVING_GROUPS
 from weft.compat.device import current_device
 from weft.compat.dispatch import without_inference_mode
+from weft.compat.layouts import layout_check
 from weft.compat.storages import reference_of
 from weft.compat.streams import capturing, raw_stream, replay_graph
 from weft.compat.thread_state import thread_state
@@ -42,39 +44,36 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of ordinary tensors. Other tensors need torch's dispatcher."""
 _BY_VALUE = frozenset((str, int, bool, float, type(None), torch.dtype))
 """The types of arguments that are compared by value."""
-_STRIDED = torch.strided
-_MOST = 4096
-"""The most calls that are remembered. The oldest is dropped first."""
+_MOST, _MOST_ALIKE = 4096, 32
+"""The most identities that are remembered, and the most layouts of one identity. The oldest is dropped first."""
 
 
 def identify(key: list[Any], values: list[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...] | None:
-    """Return what identifies a call, or None if it cannot be remembered. It is compared at each call, so it is cheap.
+    """Return what identifies a call besides the layouts of its tensors, or None if it cannot be remembered.
 
     key: the beginning of the result.
     values: the arguments of the call. It is changed.
     tensors: a list to which the tensors among the arguments are appended: those of lists come last.
     """
-    try:
-        for value in values:
-            kind = type(value)
-            if kind in PLAIN:
-                if value.layout is not _STRIDED or value.is_neg():
-                    return None
-                tensors.append(value)
-                key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad)
-            elif kind in _BY_VALUE:
-                key += (kind, value)
-            elif kind is list or kind is tuple:
-                key.append(len(value))
-                values += value  # this loop comes to them
-            elif isinstance(value, (dist.ProcessGroup, Schedule)):
-                key.append(id(value))
-            else:
-                return None
-    except RuntimeError:  # a tensor without one shape
-        return None
+    for value in values:
+        kind = type(value)
+        if kind in PLAIN:
+            tensors.append(value)
+            key.append(kind)
+        elif kind in _BY_VALUE:
+            key += (kind, value)
+        elif kind is list or kind is tuple:
+            key.append(len(value))
+            values += value  # this loop comes to them
+        elif isinstance(value, (dist.ProcessGroup, Schedule)):
+            key.append(id(value))
+        else:
+            return None
     state = thread_state(tensors[0].dtype) if tensors else None
-    return None if state is None else (*key, *state)
+    try:
+        return None if state is None else (*key, *state, tensors[0].shape)  # with it, few calls are left to compare
+    except RuntimeError:  # a nested tensor has none
+        return None
 
 
 class RememberedCall:
@@ -85,7 +84,7 @@ class RememberedCall:
     picks: for each result, its number among the outputs of the BoundCall.
     view: how the BoundCall's outputs are viewed (weft.ops.common.RowsOf). None if it allocates them in the caller's shape.
     values: weak references to the Schedule values among the arguments. `identify` compares them by id, and another object may
-        get the id of a dead one, so this counts as found only while all of them live.
+        get the id of a dead one.
     request: the weft.ops.front.OperatorRequest without its group. Its `tensors` are the structure of the tensors, and their
         numbers among the tensors of a call. None if the operator itself remembers the call.
     recording: the weft.ops.operator.Recording of such calls, if autograd records them. Else None.
@@ -120,35 +119,49 @@ class RememberedCall:
 
 
 class RememberedCalls:
-    """RememberedCalls is a table of RememberedCall, by what `identify` returns.
-
-    get: returns the RememberedCall of a call, or None. If its process group was destroyed, that is not in LIVING_GROUPS. Its
-        Schedule values may be dead.
-    """
+    """RememberedCalls is a table of RememberedCall, by what `identify` returns and the layouts of the tensors."""
 
     def __init__(self) -> None:
-        self._table: dict[tuple[Any, ...], RememberedCall] = {}
-        self.get = self._table.get
+        self._table: dict[tuple[Any, ...], list[tuple[Callable[..., bool], RememberedCall]]] = {}
 
-    def add(self, identity: tuple[Any, ...], found: RememberedCall) -> None:
-        self._table[identity] = found
+    def find(self, identity: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> RememberedCall | None:
+        """Return what is remembered of a call with these tensors.
+
+        Return None if there is nothing, the call's process group was destroyed, or one of its Schedule values is dead.
+        """
+        for check, found in self._table.get(identity, ()):
+            if check(*tensors):
+                return found if found.group() in LIVING_GROUPS and not (found.values and found.is_outdated()) else None
+        return None
+
+    def add(self, identity: tuple[Any, ...], tensors: Sequence[torch.Tensor], made: RememberedCall) -> None:
+        """Remember calls with tensors like these."""
+        check = layout_check(tensors)
+        if check is None or any(one.layout is not torch.strided or one.is_neg() for one in tensors):
+            return
+        alike = [one for one in self._table.pop(identity, ()) if not one[0](*tensors)]
+        self._table[identity] = [*alike[1 - _MOST_ALIKE :], (check, made)]
         if len(self._table) > _MOST:
             self._table.pop(next(iter(self._table)), None)
 
     def forget(self, name: str) -> None:
         """Drop the calls of a group."""
-        for identity, found in list(self._table.items()):
-            if found.name == name:
-                self._table.pop(identity, None)
+        self._keep(lambda found: found.name != name)
 
     def drop_forgotten(self) -> None:
         """Drop the calls that the ranks have forgotten. Their launches refer to the memory of programs that are closed."""
-        for identity, found in list(self._table.items()):
-            if found.bound is not None and found.bound.is_forgotten:
-                self._table.pop(identity, None)
+        self._keep(lambda found: found.bound is None or not found.bound.is_forgotten)
 
     def clear(self) -> None:
         self._table.clear()
+
+    def _keep(self, wanted: Callable[[RememberedCall], bool]) -> None:
+        for identity, calls in list(self._table.items()):
+            kept = [one for one in calls if wanted(one[1])]
+            if kept:
+                self._table[identity] = kept
+            else:
+                self._table.pop(identity, None)
 
 
 class Output(NamedTuple):
