@@ -18,12 +18,14 @@ def on_the_slow_path() -> Iterator[None]:
     from weft.runtime.groups import GROUPS
 
     remembered = GROUPS.remembered
-    find = remembered.get
+    find, get = remembered.find, remembered.get
+    remembered.clear()
+    remembered.find = lambda *_: (None, None)  # type: ignore[method-assign, assignment]
     remembered.get = lambda *_: None  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        remembered.get = find  # type: ignore[method-assign]
+        remembered.find, remembered.get = find, get  # type: ignore[method-assign]
         remembered.clear()  # also what was prepared within
 
 

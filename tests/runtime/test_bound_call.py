@@ -24,7 +24,7 @@ from weft.core.schedule import Schedule
 from weft.ops import common, front
 from weft.ops.tensor_parallel import _all_gather_matmul
 from weft.runtime import bound_call
-from weft.runtime.bound_call import BoundCall, Output, RememberedCall, identify
+from weft.runtime.bound_call import BoundCall, Output, RememberedCall, RememberedCalls
 from weft.runtime.groups import GROUPS
 from weft.runtime.order import MOST_IN_FLIGHT, Exclusive, PendingCall
 from weft.runtime.programs import KnownCall
@@ -314,13 +314,14 @@ def _remember(warm: Warm, monkeypatch: pytest.MonkeyPatch, *, compared: object =
     compared: the call's argument `schedule`, if it has one. values: the Schedule values that the first call had.
     """
     group: Any = Group()
-    monkeypatch.setattr(front, "LIVING_GROUPS", [group])
+    monkeypatch.setattr(bound_call, "LIVING_GROUPS", [group])
     function: Any = weft.all_gather_matmul
     options = {} if compared is None else {"schedule": compared}
-    identity = identify([function.__wrapped__, 2, *options], [warm.a, warm.b, *options.values()], [])
+    tensors: list[torch.Tensor] = []
+    identity, _ = GROUPS.remembered.find([function.__wrapped__, 2, *options], [warm.a, warm.b, *options.values()], tensors)
     assert identity is not None
     request = front.OperatorRequest(_all_gather_matmul, ((-1, -1), [0, 1]), (), None, after=lambda results: results[0])
-    GROUPS.remembered.add(identity, RememberedCall(group, warm.bound, (0,), values, request))
+    GROUPS.remembered.add(identity, tensors, RememberedCall(group, warm.bound, (0,), values, request))
     return group
 
 
@@ -368,41 +369,84 @@ def test_a_call_with_another_schedule_at_the_same_address_is_another_call(warm: 
     assert group
 
 
-def _identity(*values: object) -> tuple[Any, ...] | None:
-    return identify([], [*values], [])
+class Remembered:
+    """The calls of one function that a table remembers. They are of a living group."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._group: Any = Group()
+        monkeypatch.setattr(bound_call, "LIVING_GROUPS", [self._group])
+        self._table = RememberedCalls()
+
+    def add(self, *values: object) -> None:
+        tensors: list[torch.Tensor] = []
+        identity, _ = self._table.find([], [*values], tensors)
+        if identity is not None:
+            self._table.add(identity, tensors, RememberedCall(self._group))
+
+    def has(self, *values: object) -> bool:
+        return self._table.find([], [*values], [])[1] is not None
 
 
-def test_calls_are_the_same_only_if_all_that_decides_them_is() -> None:
+@pytest.fixture
+def remembered(monkeypatch: pytest.MonkeyPatch) -> Remembered:
+    return Remembered(monkeypatch)
+
+
+def test_calls_are_the_same_only_if_all_that_decides_them_is(remembered: Remembered) -> None:
     a = torch.ones(4, 6)
-    same = _identity(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
-    assert same is not None
-    assert same == _identity(torch.zeros(4, 6), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
+    remembered.add(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
+    assert remembered.has(torch.zeros(4, 6), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
     for other in (
         (torch.ones(6, 4).t(), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2),
+        (a, [torch.ones(6, 2), torch.ones(2, 6).t()], None, "auto", 2),
         (a.half(), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2),
+        (a, [torch.ones(6, 2), torch.ones(6, 2, dtype=torch.float64)], None, "auto", 2),
         (a.to("meta"), [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2),
         (a, [torch.ones(6, 2, requires_grad=True), torch.ones(6, 2)], None, "auto", 2),
+        (a, [torch.ones(6, 2), torch._neg_view(torch.ones(6, 2))], None, "auto", 2),
         (a, [torch.ones(6, 2)], None, "auto", 2),
+        ([torch.ones(6, 2), torch.ones(6, 2)], a, None, "auto", 2),
         (a, [torch.ones(6, 2), torch.ones(6, 2)], None, "planned", 2),
         (a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2.0),
         (a, [torch.ones(6, 2), torch.ones(6, 2)], 2, "auto", None),
     ):
-        assert _identity(*other) != same
+        assert not remembered.has(*other)
     with torch.no_grad():
-        assert _identity(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2) != same
+        assert not remembered.has(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
+    with torch.autocast("cpu"):
+        assert not remembered.has(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
+    with torch.inference_mode():
+        assert not remembered.has(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
 
 
-def test_settings_of_torch_and_of_the_environment_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_of_one_call_are_told_apart(remembered: Remembered) -> None:
+    factors = [torch.ones(6, columns) for columns in (2, 3, 4)]
+    for factor in factors[:2]:
+        remembered.add(torch.ones(4, 6), factor)
+    assert [remembered.has(torch.ones(4, 6), factor) for factor in factors] == [True, True, False]
+
+
+def test_the_last_of_two_equal_calls_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = Group()
+    monkeypatch.setattr(bound_call, "LIVING_GROUPS", [group])
+    table, calls = RememberedCalls(), [RememberedCall(group) for _ in range(2)]
+    for call in calls:
+        table.add(("key",), [torch.ones(2)], call)
+    assert table.get(("key",), [torch.zeros(2)]) is calls[1]
+
+
+def test_settings_of_torch_and_of_the_environment_count(remembered: Remembered, monkeypatch: pytest.MonkeyPatch) -> None:
     a = torch.ones(4, 6)
-    before = _identity(a)
+    remembered.add(a)
     monkeypatch.setenv("WEFT_SCHEDULE", "sequential")
-    after = _identity(a)
-    assert after != before
+    assert not remembered.has(a)
+    remembered.add(a)
     torch.use_deterministic_algorithms(True)
     try:
-        assert _identity(a) != after
+        assert not remembered.has(a)
     finally:
         torch.use_deterministic_algorithms(False)
+    assert remembered.has(a)
 
 
 @pytest.mark.parametrize(
@@ -416,17 +460,33 @@ def test_settings_of_torch_and_of_the_environment_count(monkeypatch: pytest.Monk
     ],
     ids=["sparse", "nested", "negated", "a dictionary", "an object in a list"],
 )
-def test_what_cannot_be_compared_is_not_remembered(value: object) -> None:
-    assert _identity(torch.ones(3), value) is None
+def test_what_cannot_be_compared_is_not_remembered(remembered: Remembered, value: object) -> None:
+    for values in ((torch.ones(3), value), (value, torch.ones(3))):
+        remembered.add(*values)
+        assert not remembered.has(*values)
 
 
-def test_calls_that_torch_intercepts_are_not_remembered() -> None:
+def test_calls_that_torch_intercepts_are_not_remembered(remembered: Remembered) -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-    assert _identity(torch.ones(3)) is not None
+    a = torch.ones(3)
     with Mode():
-        assert _identity(torch.ones(3)) is None
+        remembered.add(a)
+        assert not remembered.has(a)
+    remembered.add(a)
+    assert remembered.has(a)
+    with Mode():
+        assert not remembered.has(a)
+    with torch.overrides.BaseTorchFunctionMode():
+        assert not remembered.has(a)
+    found: list[bool] = []
+    torch.func.vmap(lambda x: (found.append(remembered.has(a)), x)[1])(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        found.append(remembered.has(a))
+    torch.jit.trace(lambda x: (found.append(remembered.has(a)), x + 1)[1], torch.ones(2), check_trace=False)
+    assert not any(found)
+    assert len(found) == 3

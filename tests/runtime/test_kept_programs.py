@@ -142,9 +142,9 @@ def _held_for_warm_calls() -> list[bool]:
     for rows in (1, 2):
         _call(rows)
         bound.append(Bound(next(reversed(_state().programs._known.values()))))
-        GROUPS.remembered.add((rows,), RememberedCall(world, bound[-1]))  # type: ignore[arg-type]
+        GROUPS.remembered.add((rows,), [torch.ones(rows)], RememberedCall(world, bound[-1]))  # type: ignore[arg-type]
     _state().forget(_state().programs.bound()[:1])
-    found = [GROUPS.remembered.get((rows,)) is not None for rows in (1, 2)]
+    found = [GROUPS.remembered.get((rows,), [torch.ones(rows)]) is not None for rows in (1, 2)]
     weft.close()
     return found
 

@@ -49,6 +49,11 @@ is_batch_of_gradients: Callable[[torch.Tensor], bool] = is_legacy_batchedtensor
 """Returns whether a tensor is a batch of gradients, which torch.autograd.grad(is_grads_batched=True) passes to backwards."""
 
 
+def call_backward_directly(function: Any) -> None:
+    """Let autograd call the backward of an autograd.Function, and not a function of torch that looks for it in each call."""
+    function._backward_cls.apply = function.backward
+
+
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return the `apply` of an autograd.Function for calls that no transform of torch.func observes.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack, _len_torch_function_stack
-from torch._C._functorch import peek_interpreter_stack
+from torch._C import _len_torch_function_stack
 from torch.autograd import forward_ad
 
 from weft.compat.environment import variable
@@ -16,16 +15,10 @@ def thread_state(dtype: torch.dtype) -> tuple[Any, ...] | None:
     """Return the settings on which a call with factors of this dtype depends. They can be part of a key.
 
     They are whether gradients are recorded, those of weft.compat.cublas.matmul_settings, and the variables of the environment
-    that weft reads in each call. Return None if torch intercepts the operators that this thread calls
-    (weft.compat.dispatch.observed), or torch.jit.trace records them.
+    that weft reads in each call. Return None if a mode for torch's functions or forward-mode autograd observes the thread. What
+    else may observe it (weft.compat.dispatch.observed) is found by weft.compat.layouts.layout_check.
     """
-    if (
-        _len_torch_dispatch_stack() > 0
-        or _len_torch_function_stack() > 0
-        or forward_ad._current_level >= 0
-        or peek_interpreter_stack() is not None
-        or _get_tracing_state() is not None
-    ):
+    if _len_torch_function_stack() > 0 or forward_ad._current_level >= 0:
         return None
     of_all = (
         torch.is_grad_enabled(),

@@ -93,7 +93,7 @@ class RepeatedProduct:
         if check is None or (recording is None and known.bound is None):
             return
         if recording is not None:
-            if recording.reads is None and known.request.reads:  # it reads a copy of x
+            if recording.reads is None and any(known.request.reads):  # it reads a copy of x
                 return
             reads: list[Reading | None] = [recording.reads[0] if recording.reads else None]
             reads += [_Transposed(kept_parameter(linear, "weight")) for linear in linears]

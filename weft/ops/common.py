@@ -201,17 +201,16 @@ class RowsOf(NamedTuple):
 
     moved: the dimension that is the outermost one of the matrix, if it must be moved there. Else 0.
     extents: those of the tensor but for the last one, with the dimension already moved.
+    rows: the rows of the matrix.
     """
 
     moved: int
     extents: tuple[SymInt, ...]
+    rows: SymInt
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """Return the matrix of x."""
-        rows = 1
-        for extent in self.extents:
-            rows *= extent
-        return (x.movedim(self.moved, 0) if self.moved else x).reshape(rows, x.shape[-1])
+        return (x.movedim(self.moved, 0) if self.moved else x).reshape(self.rows, x.shape[-1])
 
     def restore(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the tensor whose rows are those of a matrix."""
@@ -227,9 +226,12 @@ def rows_of(shape: Sequence[int], dim: int = 0, entries: int | None = None) -> R
     if len(shape) == 2:
         return None
     entries = shape[dim] if entries is None else entries
-    if is_outermost(shape[:dim]):
-        return RowsOf(0, (*shape[:dim], entries, *shape[dim + 1 : -1]))
-    return RowsOf(dim, (entries, *shape[:dim], *shape[dim + 1 : -1]))
+    moved = 0 if is_outermost(shape[:dim]) else dim
+    extents = (*shape[:dim], entries, *shape[dim + 1 : -1]) if not moved else (entries, *shape[:dim], *shape[dim + 1 : -1])
+    rows = 1
+    for extent in extents:
+        rows *= extent
+    return RowsOf(moved, extents, rows)
 
 
 def is_outermost(before: Sequence[int]) -> bool:

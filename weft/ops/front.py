@@ -26,7 +26,7 @@ from weft.compat.c10d import LIVING_GROUPS
 from weft.core.schedule import Schedule
 from weft.ops.common import publish_error_instead
 from weft.ops.operator import LibraryOperator, Places, Reading, Recording, flatten, unflatten
-from weft.runtime.bound_call import RememberedCall, identify
+from weft.runtime.bound_call import RememberedCall
 from weft.runtime.groups import GROUPS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +61,7 @@ class OperatorRequest(NamedTuple):
 
     def read(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the operator's tensors. tensors: the caller's."""
-        if not self.reads:
+        if not any(self.reads):
             return list(tensors)
         pairs = zip(tensors, self.reads, strict=True)
         return [one if read is None or one is None else read.read(one) for one, read in pairs]
@@ -89,8 +89,8 @@ def public(function: F) -> F:
             return request.run() if isinstance(request, OperatorRequest) else request
         try:
             tensors: list[torch.Tensor] = []
-            identity = identify([function, len(arguments), *options], [*arguments, *options.values()], tensors)
-            known = None if identity is None else GROUPS.remembered.find(identity, tensors)
+            key, values = [function, len(arguments), *options], [*arguments, *options.values()]
+            identity, known = GROUPS.remembered.find(key, values, tensors)
             if known is None:
                 request = function(*arguments, **options)
                 return _run(request, identity, tensors, arguments, options) if isinstance(request, OperatorRequest) else request
@@ -103,7 +103,7 @@ def public(function: F) -> F:
                 return results if request.after is None else request.after(results)
             places, flat = request.tensors
             given = list(map(tensors.__getitem__, flat))
-            if recording is not None and recording.reads is None and request.reads:  # what it reads are copies
+            if recording is not None and recording.reads is None and any(request.reads):  # what it reads are copies
                 _, given = flatten(request.read(unflatten(places, given)))
                 return request.finish(recording.apply(known, given))
             if recording is not None:
@@ -122,9 +122,8 @@ def public(function: F) -> F:
 
 def find_remembered(function: Any, arguments: Sequence[Any], options: dict[str, Any]) -> RememberedCall | None:
     """Return what is remembered of a public operator's call with these arguments."""
-    tensors: list[torch.Tensor] = []
-    identity = identify([function.__wrapped__, len(arguments), *options], [*arguments, *options.values()], tensors)
-    return None if identity is None else GROUPS.remembered.find(identity, tensors)
+    key, values = [function.__wrapped__, len(arguments), *options], [*arguments, *options.values()]
+    return GROUPS.remembered.find(key, values, [])[1]
 
 
 def repeat(known: RememberedCall, recording: Recording | None, tensors: list[Any], given: list[torch.Tensor]) -> Any:
@@ -181,8 +180,10 @@ def _recording_of(
 
     If what the operator reads are copies, it is a Recording of these, and autograd records the copies.
     """
-    if not request.reads or any(one.data_ptr() != read.data_ptr() for one, read in zip(tensors, given, strict=True)):
-        return Recording(request.operator, places, request.options, view=None if request.reads else request.view)
+    if not any(request.reads):
+        return Recording(request.operator, places, request.options, view=request.view)
+    if any(one.data_ptr() != read.data_ptr() for one, read in zip(tensors, given, strict=True)):
+        return Recording(request.operator, places, request.options)
     reads: list[Reading | None] = []
     for place, read in zip(places, request.reads, strict=True):
         reads += [read] * (0 if place is None else 1 if place < 0 else place)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,7 @@ from weft.compat.c10d import group_named
 from weft.compat.dispatch import (
     apply_of,
     autocast_enabled,
+    call_backward_directly,
     forward_mode,
     has_tangent,
     in_functional_gradient,
@@ -85,6 +86,7 @@ class LibraryOperator:
         self.single, self.returns_tuple = not schema.endswith(("[]", ")")), schema.endswith(")")
         self.function: Any = type(f"weft_{name}", (_Recorded,), {})
         self.apply = apply_of(self.function)
+        call_backward_directly(self.function)
         self.dispatched = self.forward = self._define(name, schema)
         self.backward: Any = None
         if backward is not None:
@@ -112,28 +114,49 @@ class LibraryOperator:
         """
         if torch.compiler.is_compiling():
             return self.dispatched(*tensors, *options), None, ()
-        if can_skip_dispatcher(tensors):
-            return self.compute_plain(tensors, options, bind_to)
+        identity, flat, known = self._find(tensors, options)
+        if known is not None or can_skip_dispatcher(tensors):
+            return self._compute_plain(tensors, options, bind_to, identity, flat, known)
         if self.backward is None or observed() or not _are_plain(tensors, grad=False):
             return self.dispatched(*tensors, *options), None, ()
         places, flat = flatten(tensors)
         return Recording(self, places, options).apply(RememberedCall(), flat), None, ()
+
+    def compute_plain(
+        self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
+    ) -> tuple[Any, BoundCall | None, Sequence[int]]:
+        """Do as `compute`, without gradients, on ordinary tensors."""
+        return self._compute_plain(tensors, options, bind_to, *self._find(tensors, options))
 
     def is_recorded(self, tensors: Sequence[Any]) -> bool:
         """Return whether autograd records a call with these tensors. No mode may observe this thread."""
         plain, needs_no_gradient = _are_plain(tensors, grad=False), _are_plain(tensors, torch.is_grad_enabled())
         return self.backward is not None and plain and not needs_no_gradient
 
-    def compute_plain(
-        self, tensors: Sequence[Any], options: Sequence[Any], bind_to: Sequence[torch.Tensor] | None = None
-    ) -> tuple[Any, BoundCall | None, Sequence[int]]:
-        """Compute the operator, without gradients, on ordinary tensors."""
+    def _find(
+        self, tensors: Sequence[Any], options: Sequence[Any]
+    ) -> tuple[tuple[Any, ...] | None, list[torch.Tensor], RememberedCall | None]:
+        """Return what identifies a call without gradients, its tensors in one list, and what is remembered of it."""
         if not self._calls:
-            return self._run(*self._group_options((*tensors, *options))), None, ()
+            return None, [], None
         places, flat = flatten(tensors)
         state = thread_state(flat[0].dtype)
-        identity = (self, places, *options, *(state or ()), flat[0].shape)
-        known = None if state is None else GROUPS.remembered.find(identity, flat)
+        if state is None:
+            return None, flat, None
+        identity = (self, places, *options, *state, flat[0].shape)
+        return identity, flat, GROUPS.remembered.get(identity, flat)
+
+    def _compute_plain(
+        self,
+        tensors: Sequence[Any],
+        options: Sequence[Any],
+        bind_to: Sequence[torch.Tensor] | None,
+        identity: tuple[Any, ...] | None,
+        flat: Sequence[torch.Tensor],
+        known: RememberedCall | None,
+    ) -> tuple[Any, BoundCall | None, Sequence[int]]:
+        if not self._calls:
+            return self._run(*self._group_options((*tensors, *options))), None, ()
         if known is not None and known.bound is not None and (made := known.bound(flat)) is not None:
             results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
             return results, None if bind_to is None else known.bound.of_tensors(flat, bind_to), known.picks
@@ -143,7 +166,7 @@ class LibraryOperator:
         numbers = {id(one): number for number, one in enumerate(chain.from_iterable(outputs.values()))}
         picks = [numbers[id(result)] for result in results if id(result) in numbers]
         bound = None if known is None else known.bound
-        if state is not None and (known is None or (bound is not None and not bound.makes(agreed))):
+        if identity is not None and (known is None or (bound is not None and not bound.makes(agreed))):
             bound = bind(agreed, call, outputs, flat)
             GROUPS.remembered.add(identity, flat, RememberedCall(group_named(call.group), bound, picks))
         if bind_to is not None:
@@ -213,17 +236,9 @@ def flatten(tensors: Sequence[Any]) -> tuple[Places, list[torch.Tensor]]:
 
 def unflatten(places: Places, flat: Sequence[Any]) -> list[Any]:
     """Return values, one for each tensor, in the structure of the operator's arguments."""
-    found: list[Any] = []
-    at = 0
+    rest, found = iter(flat), []
     for place in places:
-        if place is None:
-            found.append(None)
-        elif place < 0:
-            found.append(flat[at])
-            at += 1
-        else:
-            found.append(list(flat[at : at + place]))
-            at += place
+        found.append(None if place is None else next(rest) if place < 0 else list(islice(rest, place)))
     return found
 
 

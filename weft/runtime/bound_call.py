@@ -48,34 +48,6 @@ _MOST, _MOST_ALIKE = 4096, 32
 """The most identities that are remembered, and the most layouts of one identity. The oldest is dropped first."""
 
 
-def identify(key: list[Any], values: list[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...] | None:
-    """Return what identifies a call besides the layouts of its tensors, or None if it cannot be remembered.
-
-    key: the beginning of the result.
-    values: the arguments of the call. It is changed.
-    tensors: a list to which the tensors among the arguments are appended: those of lists come last.
-    """
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN:
-            tensors.append(value)
-            key.append(kind)
-        elif kind in _BY_VALUE:
-            key += (kind, value)
-        elif kind is list or kind is tuple:
-            key.append(len(value))
-            values += value  # this loop comes to them
-        elif isinstance(value, (dist.ProcessGroup, Schedule)):
-            key.append(id(value))
-        else:
-            return None
-    state = thread_state(tensors[0].dtype) if tensors else None
-    try:
-        return None if state is None else (*key, *state, tensors[0].shape)  # with it, few calls are left to compare
-    except RuntimeError:  # a nested tensor has none
-        return None
-
-
 class RememberedCall:
     """A RememberedCall is what a call needs that is the same as an earlier one.
 
@@ -83,7 +55,7 @@ class RememberedCall:
     bound: the BoundCall. None if such a call cannot be replayed.
     picks: for each result, its number among the outputs of the BoundCall.
     view: how the BoundCall's outputs are viewed (weft.ops.common.RowsOf). None if it allocates them in the caller's shape.
-    values: weak references to the Schedule values among the arguments. `identify` compares them by id, and another object may
+    values: weak references to the Schedule values among the arguments. They are compared by id, and another object may
         get the id of a dead one.
     request: the weft.ops.front.OperatorRequest without its group. Its `tensors` are the structure of the tensors, and their
         numbers among the tensors of a call. None if the operator itself remembers the call.
@@ -119,25 +91,61 @@ class RememberedCall:
 
 
 class RememberedCalls:
-    """RememberedCalls is a table of RememberedCall, by what `identify` returns and the layouts of the tensors."""
+    """RememberedCalls is a table of RememberedCall, by what identifies a call and the layouts of its tensors."""
 
     def __init__(self) -> None:
         self._table: dict[tuple[Any, ...], list[tuple[Callable[..., bool], RememberedCall]]] = {}
 
-    def find(self, identity: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> RememberedCall | None:
-        """Return what is remembered of a call with these tensors.
+    def find(
+        self, key: list[Any], values: list[Any], tensors: list[torch.Tensor]
+    ) -> tuple[tuple[Any, ...] | None, RememberedCall | None]:
+        """Return what identifies a call besides the layouts of its tensors, and what is remembered of it.
 
-        Return None if there is nothing, the call's process group was destroyed, or one of its Schedule values is dead.
+        key: the beginning of what identifies it.
+        values: the arguments of the call. It is changed.
+        tensors: a list to which the tensors among the arguments are appended: those of lists come last.
+
+        Return (None, None) if the call cannot be remembered. What is remembered of a call counts only while its process group
+        and its Schedule values live.
         """
-        for check, found in self._table.get(identity, ()):
+        for value in values:
+            kind = type(value)
+            if kind in PLAIN:
+                tensors.append(value)
+                key.append(kind)
+            elif kind in _BY_VALUE:
+                key += (kind, value)
+            elif kind is list or kind is tuple:
+                key.append(len(value))
+                values += value  # this loop comes to them
+            elif isinstance(value, (dist.ProcessGroup, Schedule)):
+                key.append(id(value))
+            else:
+                return None, None
+        state = thread_state(tensors[0].dtype) if tensors else None
+        if state is None:
+            return None, None
+        try:
+            identity = (*key, *state, tensors[0].shape)  # with the shape, few calls are left to compare
+        except RuntimeError:  # a nested tensor has none
+            return None, None
+        for check, known in self._table.get(identity, ()):
             if check(*tensors):
-                return found if found.group() in LIVING_GROUPS and not (found.values and found.is_outdated()) else None
+                living = known.group() in LIVING_GROUPS and not (known.values and known.is_outdated())
+                return identity, known if living else None
+        return identity, None
+
+    def get(self, identity: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> RememberedCall | None:
+        """Return what is remembered of a call without Schedule values, of which it is known what identifies it."""
+        for check, known in self._table.get(identity, ()):
+            if check(*tensors):
+                return known if known.group() in LIVING_GROUPS else None
         return None
 
     def add(self, identity: tuple[Any, ...], tensors: Sequence[torch.Tensor], made: RememberedCall) -> None:
         """Remember calls with tensors like these."""
         check = layout_check(tensors)
-        if check is None or any(one.layout is not torch.strided or one.is_neg() for one in tensors):
+        if check is None:
             return
         alike = [one for one in self._table.pop(identity, ()) if not one[0](*tensors)]
         self._table[identity] = [*alike[1 - _MOST_ALIKE :], (check, made)]
