@@ -44,6 +44,7 @@ from weft.models.communicating import LayerCalls
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import ProductSettings, columns, ops_of_columns, ops_of_rows, rows
 from weft.models.quantised import QuantisedWeight, kind_of
+from weft.ops.parts import gathered
 
 Tensor = torch.Tensor
 
@@ -111,9 +112,11 @@ class SharedInputLinears:
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x over the ranks. Each member then multiplies the input that it is called with, which has all tokens."""
-        total, mesh = self.tokens.total, cast(DTensor, self.members[0].weight).device_mesh
+        total = self.tokens.total
         self._saved_products, self._placeholder, self._input_is_gathered = {}, None, True
-        return x if total is None else gather_tokens(x, mesh, self.tokens.dim, total)
+        if total is None:
+            return x
+        return gathered(x, group_of(self.members[0], eager=not torch.compiler.is_compiling()), self.tokens.dim, total)
 
     def get_product(self, member: ColumnLinear, x: Tensor) -> Tensor:
         """Return a member's product with x. If x is the placeholder, it was computed in advance; otherwise compute it now.
@@ -196,16 +199,6 @@ def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[i
     """Return this rank's part as a DTensor of that shape, whose parts need not be even."""
     strides = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
-
-
-def gather_tokens(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
-    """Gather all tokens along `dim`. x is this rank's part.
-
-    The backward returns this rank's slice of the gradient. It sums nothing, because every rank has the whole gradient.
-    """
-    distributed = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
-    # torch 2.11 returns gathered tensors with other strides, on which views in the model's code fail.
-    return distributed.redistribute(mesh, [Replicate()]).to_local().contiguous()
 
 
 def count_rows(x: Tensor, dim: int, total: int | None) -> int:
