@@ -242,7 +242,7 @@ class Distributor:
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
         if id(parameter) not in self._distributed:
             distributed = self._distribute_tensor(parameter.detach(), placement)
-            self.record_distributed(parameter, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+            self._distributed[id(parameter)] = parameter, nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         known = self._distributed[id(parameter)][1]
         if cast(DTensor, known).placements != (placement,):
             raise ValueError(
@@ -258,10 +258,6 @@ class Distributor:
         if moved is whole:
             return distributed
         return as_dtensor(distributed.to_local().view(whole.dtype), self.mesh, placement, tuple(whole.shape))
-
-    def record_distributed(self, parameter: Tensor, distributed: nn.Parameter) -> None:
-        """Record a parameter that other code has distributed."""
-        self._distributed[id(parameter)] = parameter, distributed
 
 
 def make_column_linears(
