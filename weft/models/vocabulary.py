@@ -30,29 +30,29 @@ class VocabularyEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         eager = not torch.compiler.is_compiling()
         part, group = part_of(self, "weight", eager=eager), group_of(self, eager=eager)
-        if not part.shape[0]:  # a lookup needs a row, and the part's gradient has none
-            part = nn.functional.pad(part, (0, 0, 0, 1))
         ids = input - group.rank() * -(-self._weft_rows // group.size())
-        own = ids.clamp(0, part.shape[0] - 1)
-        found: Tensor = _SumOfOwn.apply(  # type: ignore[no-untyped-call]
-            nn.functional.embedding(own, part), (own != ids).unsqueeze(-1), group.group_name
-        )
+        found: Tensor = _LookUp.apply(part, ids, group.group_name)  # type: ignore[no-untyped-call]
         return found
 
 
-class _SumOfOwn(torch.autograd.Function):
-    """The sum over ranks of tensors, with zeros for what another rank has."""
+class _LookUp(torch.autograd.Function):
+    """Looks up the ids in [0, part.shape[0]), which are this rank's, and sums over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, others: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        ctx.save_for_backward(others)
-        return all_reduced(x.masked_fill(others, 0), group, own=True)
+    def forward(ctx: Any, part: Tensor, ids: Tensor, group: str) -> Tensor:
+        ctx.group, ctx.rows = group, part.shape[0]
+        table = part if ctx.rows else part.new_zeros(1, part.shape[1])
+        own = ids.clamp(0, table.shape[0] - 1)
+        others = (own != ids).unsqueeze(-1)
+        ctx.save_for_backward(own, others)
+        return all_reduced(torch.embedding(table, own).masked_fill_(others, 0), group, own=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (others,) = ctx.saved_tensors
-        return with_summed_double_gradient(grads[0], ctx.group).masked_fill(others, 0), None, None
+        own, others = ctx.saved_tensors
+        grad = with_summed_double_gradient(grads[0], ctx.group).masked_fill(others, 0)
+        found = torch.ops.aten.embedding_dense_backward(grad, own, max(ctx.rows, 1), -1, False)
+        return found if ctx.rows else found[:0], None, None
 
 
 def shard_embedding(embedding: nn.Embedding, distribute: Distributor) -> None:
