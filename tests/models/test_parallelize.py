@@ -49,7 +49,7 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
         zip(BLOCKS, [f"{one}; overlapped" for one in ("all_gather_matmul", ROW)] * 2, strict=True)
     )
     whole_lookup = "whole on every rank: it has padding_idx or max_norm"
-    lookup = whole_lookup if kind == "mistral" else "torch's RowwiseParallel: weft has no operator"
+    lookup = whole_lookup if kind == "mistral" else "its output is summed: weft has no operator"
     cut = "its input is cut to this rank's tokens: the gradient of that is gathered"
     assert layers["model.layers.*"] == f"sequential; {cut}"
     assert layers["model.norm"] == "sequential; its input is gathered: no matmul follows in every call"

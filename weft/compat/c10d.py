@@ -79,12 +79,20 @@ class FlatCollectives:
 
 _SUM: Any = AllreduceOptions()
 _SUM.reduceOp, _SUM.asyncOp = dist.ReduceOp.SUM, False
+_GATHER: Any = AllgatherOptions()
+_GATHER.asyncOp = False
 
 
 def sum_in_place(tensor: torch.Tensor, group: str) -> None:
     """Do as torch.distributed.all_reduce on torch's current stream, without its checks and logs. group: its name."""
     pg: Any = group_named(group)
     _in_order(pg.allreduce([tensor], _SUM))
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor, group: str) -> None:
+    """Do as torch.distributed.all_gather_into_tensor, in the way of sum_in_place. group: its name."""
+    pg: Any = group_named(group)
+    _in_order(pg._allgather_base(whole, part, _GATHER))
 
 
 def _in_order(work: Any) -> None:

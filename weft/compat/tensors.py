@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch.distributed import _functional_collectives as functional
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from weft.compat.c10d import sum_in_place
+from weft.compat.c10d import gather_into, sum_in_place
 from weft.compat.dispatch import observed
 
-__all__ = ["all_reduced", "grouped_mm", "multiplies", "tree_flatten", "tree_leaves", "tree_unflatten"]
+__all__ = ["all_gathered", "all_reduced", "grouped_mm", "multiplies", "tree_flatten", "tree_leaves", "tree_unflatten"]
 
 
 @cache
@@ -45,3 +46,19 @@ def all_reduced(x: torch.Tensor, group: str, *, own: bool = False) -> torch.Tens
     total = functional.all_reduce(x.contiguous(), "sum", group)  # type: ignore[arg-type]
     found: torch.Tensor = functional.wait_tensor(total)  # type: ignore[no-untyped-call]
     return found
+
+
+def all_gathered(x: torch.Tensor, shape: Sequence[int], group: str) -> torch.Tensor:
+    """Return the elements of all ranks' x, rank by rank, in a contiguous tensor of this shape. The caller's stream waits.
+
+    x: as many elements on each rank of torch's process group with this name.
+    """
+    x = x.contiguous()
+    if type(x) is torch.Tensor and not torch.compiler.is_compiling() and not observed():
+        whole = x.new_empty(shape)
+        gather_into(whole.view(-1), x.view(-1), group)
+        return whole
+    found: torch.Tensor = functional.wait_tensor(  # type: ignore[no-untyped-call]
+        functional.all_gather_tensor(x.view(-1), 0, group)  # type: ignore[arg-type]
+    )
+    return found.view(shape)

@@ -5,6 +5,7 @@ parallelize.py  moves.py  decoder_tokens.py  weft.parallelize; a decoder's token
 tp_plan.py  transformers_tp.py                   weft.register_tp_plan, for from_pretrained; the marks of a sharded model
 linear.py  products.py                       linears that call weft's operators, and their products
 replicas.py  sharing.py                      parameters that are whole on every rank; parameters that modules share
+vocabulary.py                                the embedding, sharded by the vocabulary
 experts.py  expert_parallel.py               mixture of experts, and the style that shards experts over ranks
 embedding_bags.py                            embedding tables that are distributed over ranks
 communicating.py                             the communicating layers of a model, which weft.overlap_report lists

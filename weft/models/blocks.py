@@ -61,6 +61,7 @@ _PLANS: dict[str, dict[str, str]] = {
 }
 """What transformers' own plans leave out, by config.model_type, in the names of its styles. "heads" is Block.heads."""
 
+_SHARDED = ColumnLinear, RowLinear
 _USUAL = {"self_attn": Block(("q_proj", "k_proj", "v_proj"), "o_proj"), "mlp": Block(("gate_proj", "up_proj"), "down_proj")}
 
 
@@ -141,8 +142,10 @@ class Unwrapped:
     def __call__(self, module: nn.Module, args: Any) -> None:
         for name in self.linears:
             found = getattr(module, name)
+            if isinstance(found, _SHARDED) and isinstance(found._parameters.get("weight"), DTensor):
+                continue
             linear = base_of(found)
-            if isinstance(linear, ColumnLinear | RowLinear):
+            if isinstance(linear, _SHARDED):
                 self._check(name, linear, added_late(found))
             elif _has_more(found):
                 raise ValueError(

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weft.compat.dispatch import NO_BACKWARD, backward_pass
-from weft.models.linear import Tokens, gather_tokens
+from weft.models.linear import Tokens
+from weft.ops.parts import cut, gathered
 from weft.ops.replicated import with_summed_gradient
 from weft.runtime.groups import GROUPS
 
@@ -35,12 +35,6 @@ _ALONE = "put the checkpoint around the decoder layer"
 def recomputes() -> bool:
     """Return whether a checkpoint calls this from a backward pass. Compiled code cannot find out."""
     return not torch.compiler.is_compiling() and backward_pass() != NO_BACKWARD
-
-
-def cut(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's part of whole tokens, along dimension 1."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(mesh, [Shard(1)]).to_local()
 
 
 def first_of(out: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -75,16 +69,16 @@ class DecoderTokens(Tokens):
 
     def cut_output(self, module: Any, args: Any, out: Any) -> Any:
         """Cut the output of a module that runs whole to this rank's [B, s, H] if tokens are sharded. This is a forward hook."""
-        return out if self.total is None else first_of(out, lambda x: cut(x, self.mesh))
+        return out if self.total is None else first_of(out, lambda x: cut(x, self.mesh.get_group(), 1))
 
     def cut_if_many(self, x: torch.Tensor, total: int) -> torch.Tensor:
         """Cut the first layer's input if it has many tokens. total: the number of its tokens on all ranks."""
         batch, length = x.shape[:2]
-        return cut(x, self.mesh) if self.many(batch, length) and length == total else x
+        return cut(x, self.mesh.get_group(), 1) if self.many(batch, length) and length == total else x
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
         """Gather this rank's [B, s, H] to whole hidden states if tokens are sharded."""
-        return x if self.total in (None, x.shape[1]) else gather_tokens(x, self.mesh, 1, self.total)
+        return x if self.total in (None, x.shape[1]) else gathered(x, self.mesh.get_group(), 1, self.total)
 
     def gathered_for_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Gather tokens for a block that computes this rank's heads from all tokens. The gradient is summed over ranks."""
@@ -95,7 +89,7 @@ class DecoderTokens(Tokens):
         total, self.open = self.open, None
         if total is None and recomputes():
             total = self.of_part(x)
-        return gather_tokens(x, self.mesh, 1, total) if total else x
+        return gathered(x, self.mesh.get_group(), 1, total) if total else x
 
     def many(self, batch: int, length: int) -> bool:
         """Return whether a call with `batch` x `length` tokens is cut."""

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.compat.dtensors import spec_of
 from weft.models.linear import Tokens, as_dtensor
 from weft.models.parameters import as_whole, own_part
+from weft.ops.parts import cut, gathered
 
 Tensor = torch.Tensor
 
@@ -57,12 +58,14 @@ class ColumnsOut:
     layout: Placement
     plain: bool
 
-    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def __call__(self, module: Any, args: Any, out: Tensor) -> Tensor:
         if self.layout == Shard(-1) and self.plain:
             return out
+        if self.layout.is_replicate() and self.plain:
+            return gathered(out, self.mesh.get_group(), -1, module.out_features)
         shape = (*out.shape[:-1], module.out_features)
         found = as_dtensor(out, self.mesh, Shard(out.dim() - 1), shape).redistribute(self.mesh, [self.layout])
-        # torch 2.11 returns gathered tensors with other strides, on which views in the model's code fail.
+        # torch 2.11 returns moved tensors with other strides, on which views in the model's code fail.
         return found.to_local().contiguous() if self.plain else found
 
 
@@ -74,8 +77,7 @@ class ColumnsIn:
     mesh: DeviceMesh
 
     def __call__(self, x: Tensor) -> Tensor:
-        whole = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        return whole.redistribute(self.mesh, [Shard(x.dim() - 1)]).to_local()
+        return cut(x, self.mesh.get_group(), -1)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,9 @@ class RowsIn:
 
     def __call__(self, x: Tensor) -> Tensor:
         dim = token_dim(self.output, x)
-        if isinstance(x, DTensor) or self.layout != Shard(-1):
+        if self.layout.is_replicate() and not isinstance(x, DTensor):
+            x = cut(x, self.mesh.get_group(), -1)
+        elif isinstance(x, DTensor) or self.layout != Shard(-1):
             spread = x if isinstance(x, DTensor) else DTensor.from_local(x, self.mesh, [self.layout], run_check=False)
             x = spread.redistribute(self.mesh, [Shard(x.dim() - 1)]).to_local()
         self.tokens.dim, self.tokens.total = dim, x.shape[dim] if isinstance(self.output, Shard) else None

@@ -54,6 +54,7 @@ from weft.models.products import (
 )
 from weft.models.quantised import QuantisedWeight, kind_of
 from weft.models.repeated import RepeatedProduct
+from weft.ops.parts import gathered
 
 Tensor = torch.Tensor
 
@@ -122,9 +123,11 @@ class SharedInputLinears:
 
     def gather(self, x: Tensor) -> Tensor:
         """Gather x over the ranks. Each member then multiplies the input that it is called with, which has all tokens."""
-        total, mesh = self.tokens.total, cast(DTensor, self.members[0].weight).device_mesh
+        total = self.tokens.total
         self._saved_products, self._placeholder, self._input_is_gathered = {}, None, True
-        return x if total is None else gather_tokens(x, mesh, self.tokens.dim, total)
+        if total is None:
+            return x
+        return gathered(x, group_of(self.members[0], eager=not torch.compiler.is_compiling()), self.tokens.dim, total)
 
     def get_product(self, member: ColumnLinear, x: Tensor) -> Tensor:
         """Return a member's product with x. If x is the placeholder, it was computed in advance; otherwise compute it now.
@@ -221,16 +224,6 @@ def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[i
     return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-def gather_tokens(x: Tensor, mesh: DeviceMesh, dim: int, total: int) -> Tensor:
-    """Gather all tokens along `dim`. x is this rank's part.
-
-    The backward returns this rank's slice of the gradient. It sums nothing, because every rank has the whole gradient.
-    """
-    distributed = as_dtensor(x, mesh, Shard(dim), (*x.shape[:dim], total, *x.shape[dim + 1 :]))
-    # torch 2.11 returns gathered tensors with other strides, on which views in the model's code fail.
-    return distributed.redistribute(mesh, [Replicate()]).to_local().contiguous()
-
-
 def count_rows(x: Tensor, dim: int, total: int | None) -> int:
     """Return the number of rows of all ranks' tokens. x has all of them, or this rank's part of `total` tokens along `dim`."""
     if total is None:
@@ -272,7 +265,7 @@ class Distributor:
             raise ValueError("a parameter is a DTensor already; apply weft's styles once, and before fully_shard")
         if id(parameter) not in self._distributed:
             distributed = self._distribute_tensor(parameter.detach(), placement)
-            self.record_distributed(parameter, nn.Parameter(distributed, requires_grad=parameter.requires_grad))
+            self._distributed[id(parameter)] = parameter, nn.Parameter(distributed, requires_grad=parameter.requires_grad)
         known = self._distributed[id(parameter)][1]
         if cast(DTensor, known).placements != (placement,):
             raise ValueError(
@@ -288,10 +281,6 @@ class Distributor:
         if moved is whole:
             return distributed
         return as_dtensor(distributed.to_local().view(whole.dtype), self.mesh, placement, tuple(whole.shape))
-
-    def record_distributed(self, parameter: Tensor, distributed: nn.Parameter) -> None:
-        """Record a parameter that other code has distributed."""
-        self._distributed[id(parameter)] = parameter, distributed
 
 
 def make_column_linears(

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.models.decoder_tokens import DecoderTokens, cut, first_of
-from weft.models.linear import change_input, gather_tokens
+from weft.models.decoder_tokens import DecoderTokens, first_of
+from weft.models.linear import change_input
+from weft.ops.parts import cut, gathered
 
 Tensor = torch.Tensor
 
@@ -92,8 +93,9 @@ def evenly(cls: type[Any]) -> type[Any]:
             return first_of(out, lambda y: y[:, :own])
         rows = hidden_states.reshape(1, -1, hidden_states.shape[-1])
         count = mesh.size() * -(-rows.shape[1] // mesh.size())
-        out = cls.forward(self, cut(_filled(rows, count), mesh))
-        return first_of(out, lambda y: gather_tokens(y, mesh, 1, count)[:, : rows.shape[1]].view(hidden_states.shape))
+        group = mesh.get_group()
+        out = cls.forward(self, cut(_filled(rows, count), group, 1))
+        return first_of(out, lambda y: gathered(y, group, 1, count)[:, : rows.shape[1]].view(hidden_states.shape))
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.errors import require
@@ -62,6 +62,7 @@ from weft.models.replicas import (
 from weft.models.sharing import in_several_places, whole_by_sharing
 from weft.models.styles import describe_columns, describe_row
 from weft.models.transformers_tp import declare_tensor_parallel
+from weft.models.vocabulary import shard_embedding, why_not_embedding
 
 M = TypeVar("M", bound=nn.Module)
 FAMILIES = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
@@ -415,15 +416,11 @@ class _Within:
             replicate(embedding, self.distribute, never, self.region)
             record_layer(embedding, CommunicatingLayer(reason=f"whole on every rank: {whole[embedding]}"))
         else:
-            weight = embedding.get_parameter("weight")
-            style = RowwiseParallel(input_layouts=Replicate())
-            style.src_data_rank = self.distribute.src_data_rank
-            style._apply(embedding, self.mesh)
-            self.distribute.record_distributed(weight, embedding.get_parameter("weight"))
+            shard_embedding(cast(nn.Embedding, embedding), self.distribute)
             gathered_for_others(embedding, self.region)
             record_layer(
                 embedding,
-                CommunicatingLayer(reason="torch's RowwiseParallel: weft has no operator for a lookup and an all-reduce"),
+                CommunicatingLayer(reason="its output is summed: weft has no operator for a lookup and an all-reduce"),
             )
         if head is not None:
             shard_head(head, whole.get(head, ""), self.settings, self.distribute, self.region)
@@ -472,12 +469,3 @@ def _is_leaf(module: nn.Module) -> bool:
 def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_router_logits", getattr(module.config, "output_router_logits", False)):
         raise ValueError("output_router_logits is True; with experts over ranks a router sees its rank's tokens: pass False")
-
-
-def why_not_embedding(embedding: nn.Module) -> str:
-    """Return why an embedding runs whole on every rank, or "" if it can be sharded by the vocabulary."""
-    if type(embedding) is not nn.Embedding:
-        return f"{type(embedding).__name__} is no torch.nn.Embedding"
-    if embedding.padding_idx is not None or embedding.max_norm is not None:
-        return "it has padding_idx or max_norm"
-    return ""

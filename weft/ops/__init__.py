@@ -15,6 +15,7 @@ public function returns an OperatorRequest, which front.py runs and remembers. o
     ragged_all_to_all.py      these two operators with splits
     embedding.py              embedding_bag_all_to_all; its arguments in embedding_arguments.py, optimizers.py for its backward
     column_parallel.py        linears of a replicated input, for weft.models; replicated.py has such tensors' gradients
+    parts.py                  cuts and gathers of tensors that every rank has whole, for weft.models
     quantised_linears.py      linears of a replicated input with FP8 weights, for inference
     experts.py                the operations around the matmuls of experts, for weft.models
     collective.py             a collective alone, for weft.collectives
