@@ -1,0 +1,320 @@
+"""Calls without a graph: what a Straight enqueues, for tensors at any address, and how little it does for it."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import struct
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple, cast
+
+import pytest
+import torch
+import triton
+from single_process_ranks import FakeDriver, FakeStream
+from test_launch_plan import FakeProgram
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import weft
+from weft.compat import streams, triton_kernels
+from weft.compat.streams import Word
+from weft.core.problem import Problem, split
+from weft.core.schedule import Schedule
+from weft.kernels.launch import Launcher
+from weft.runtime.bindings import Bindings
+from weft.runtime.bound import BoundProgram
+from weft.runtime.call_tensors import CallTensors
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.lane_streams import LaneStreams
+from weft.runtime.launch_plan import LaunchPlan
+from weft.runtime.launches import FlagOperations, NotPreparedError
+from weft.runtime.products import Products
+from weft.runtime.straight import Straight
+from weft.schedules import build
+
+STREAM, SIDE = 3, 9
+_PACKAGE = str(Path(weft.__file__).parent)
+
+
+class CopyingDriver(FakeDriver):
+    """A device that copies at once, and waits for nothing."""
+
+    def words(self, words: Any) -> Callable[[int], None]:
+        return lambda stream: self.log.append(("words", stream, tuple(words)))
+
+    def copier(self, *, rows: int, row_bytes: int, pitches: tuple[int, int]) -> Callable[[int, int, int], None]:
+        def copy(dst: int, src: int, stream: int) -> None:
+            self.log.append(("copy", stream))
+            for row in range(rows):
+                ctypes.memmove(dst + row * pitches[1], src + row * pitches[0], row_bytes)
+
+        return copy
+
+
+class Rank(FakeProgram):
+    """A program of one rank, whose steps run by torch and by copies. All ranks have the same memory."""
+
+    dtype = torch.float32
+    allocates, ragged = 0, None
+    _scale_names: ClassVar[dict[str, str]] = {}
+    _reached: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, schedule: Schedule, rank: int, fixed: Bindings) -> None:
+        super().__init__(schedule, rank)
+        device = torch.device("cpu", 0)
+        self.fixed, self.collectives = fixed, dict[int, Any]()
+        self.driver = CopyingDriver()
+        self.resources = SimpleNamespace(
+            device=device, driver=self.driver, stream=self._stream, aside=FakeStream(SIDE), words=self._words
+        )
+        lanes = self.schedule.ranks[rank]
+        self.streams = LaneStreams(cast(Any, self.resources), lanes, frozenset())
+        self.products = {lane.name: Products(device) for lane in lanes}
+        self.plan = LaunchPlan(cast(Any, self), frozenset())
+
+    submitter = property(lambda self: self.streams)
+    own_bindings = CudaProgram.own_bindings
+    copier, prepare_copy, _copies, _address_of = (
+        CudaProgram.copier,
+        CudaProgram.prepare_copy,
+        CudaProgram._copies,
+        CudaProgram._address_of,
+    )
+    bind, place_of = BoundProgram.bind, BoundProgram.place_of
+
+    def plan_of(self, bindings: Bindings) -> LaunchPlan:
+        return self.plan
+
+    def _stream(self, name: str) -> FakeStream:
+        return FakeStream(11 + [lane.name for lane in self.schedule.ranks[self.rank]].index(name))
+
+    def _words(self, words: tuple[Word, ...], *, by_kernel: bool) -> Callable[[int], None]:
+        return self.driver.words(words)
+
+
+class World:
+    """The ranks of one schedule, with a Straight each."""
+
+    def __init__(self, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: pytest.fail("no launch of another lane is torch's"))
+        self.problem = schedule.problem
+        assert isinstance(self.problem, Problem)
+        fixed = Bindings(buffers={})
+        probe = FakeProgram(schedule, 0)
+        for buffer in probe.schedule.buffers:
+            for rank in range(self.problem.world_size) if buffer.kind in ("symmetric", "local") else ():
+                fixed.bind(buffer.name, rank, torch.full((buffer.rows[rank], buffer.cols[rank]), torch.nan))
+        fixed.buffers = probe.schedule.buffer
+        self.ranks = [Rank(schedule, rank, fixed) for rank in range(self.problem.world_size)]
+        self.calls = [self.tensors(rank) for rank in range(len(self.ranks))]
+        self.straights = [Straight(cast(Any, one), *call) for one, call in zip(self.ranks, self.calls, strict=True)]
+
+    def tensors(self, rank: int, before: int = 0) -> tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor]]]:
+        """The inputs and outputs of a call. before: elements of their storages before each."""
+        found: list[torch.Tensor] = []
+        for name in ("a", "b", "out"):
+            buffer = self.ranks[rank].schedule.buffer[name]
+            rows, cols = buffer.rows[rank], buffer.cols[rank]
+            found.append(torch.rand(before + rows * cols)[before:].view(rows, cols))
+        return {"a": [found[0]], "b": [found[1]]}, {"out": [found[2].fill_(torch.nan)]}
+
+    def call(self) -> None:
+        """A call of every rank with tensors at new addresses."""
+        self.calls = [self.tensors(rank, 4 * (1 + rank)) for rank in range(len(self.ranks))]
+        for _ in self.ranks:  # what waits for a rank that is enqueued later is right at the second time
+            for rank, straight in enumerate(self.straights):
+                self.ranks[rank].driver.log.clear()
+                inputs, outputs = self.calls[rank]
+                straight.issue([*inputs["a"], *inputs["b"], *outputs["out"]], STREAM)
+
+    def expect(self) -> None:
+        parts = [inputs["a"][0] for inputs, _ in self.calls]
+        for rank, (inputs, outputs) in enumerate(self.calls):
+            if self.problem.op == "all_gather_matmul":
+                expected = torch.cat(parts) @ inputs["b"][0]
+            else:
+                whole = cast(torch.Tensor, sum(one["a"][0] @ one["b"][0] for one, _ in self.calls))
+                scatters = self.problem.op == "matmul_reduce_scatter"
+                expected = whole[slice(*split(self.problem.m, len(self.ranks))[rank])] if scatters else whole
+            torch.testing.assert_close(outputs["out"][0], expected)
+
+
+def problem_of(op: Any) -> Problem:
+    return Problem(op=op, m=24, n=8, k=12, world_size=3, dtype="float32")
+
+
+CASES = [
+    *(("all_gather_matmul", name) for name in ("shard_p2p", "hetero_unfused_1d", "uniform_fused_1d", "flag_gated")),
+    *(("matmul_reduce_scatter", name) for name in ("shard_p2p", "hetero_fused_1d", "uniform_fused_2d", "direct_store")),
+    *(("matmul_all_reduce", name) for name in ("two_shot", "one_shot")),
+]
+
+
+@pytest.fixture(params=CASES, ids=str)
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    op, name = request.param
+    return World(build(problem_of(op), name), monkeypatch)
+
+
+def test_calls_at_other_addresses_are_right(world: World) -> None:
+    for _ in range(2):
+        world.call()
+        world.expect()
+
+
+def test_the_flags_of_all_launches_are_waited_for_and_raised_in_order(world: World) -> None:
+    world.call()
+    for one in world.ranks:
+        planned = [
+            (SIDE if launch.aside else STREAM if lane.kind == "compute" else one._stream(lane.name).cuda_stream, launch.words)
+            for lane, launches, _ in one.plan.batches
+            for launch in launches
+            if isinstance(launch, FlagOperations)
+        ]
+        assert [entry[1:] for entry in one.driver.log if entry[0] == "words"] == planned
+
+
+def test_every_stream_follows_the_callers_and_is_joined(world: World) -> None:
+    """Signals on the side stream, too, also if the program has one lane: other calls may lower the same flags."""
+    world.call()
+    for one in world.ranks:
+        after = [entry[1:] for entry in one.driver.log if entry[0] == "after"]
+        lanes = {one._stream(lane.name).cuda_stream for lane in one.schedule.ranks[one.rank] if lane.kind != "compute"}
+        aside = any(isinstance(launch, FlagOperations) and launch.aside for _, some, _ in one.plan.batches for launch in some)
+        assert {later for later, earlier in after if earlier == STREAM} == lanes | ({SIDE} if aside else set())
+        last = after[len(after) - len(lanes) - aside :]
+        assert {earlier for later, earlier in last if later == STREAM} == lanes | ({SIDE} if aside else set())
+
+
+def test_no_call_keeps_tensors_of_the_caller(world: World) -> None:
+    world.call()
+    for straight, (inputs, outputs) in zip(world.straights, world.calls, strict=True):
+        for matrix in (*inputs["a"], *inputs["b"], *outputs["out"]):
+            held = [one for one in straight._tensors.views if one is not None]
+            assert all(one.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr() for one in held)
+            assert not any(matrix is one for pairs in straight._tensors.bindings.tensors.values() for one, _ in pairs)
+
+
+def frames(call: Callable[[], object]) -> list[str]:
+    """The functions of weft that a call enters."""
+    found: list[str] = []
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
+            found.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_call_enters_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each launch, and a fixed number of others."""
+    world = World(build(problem_of("all_gather_matmul"), "shard_p2p"), monkeypatch)
+    inputs, outputs = world.calls[0]
+    matrices = [*inputs["a"], *inputs["b"], *outputs["out"]]
+    found = frames(partial(world.straights[0].issue, matrices, STREAM))
+    launches = sum(len(run.launches) for run in world.ranks[0].plan.batches)
+    assert len(found) <= launches + 8, found
+
+
+class Recorded(NamedTuple):
+    """What the C function of Triton's launcher is called with."""
+
+    grid: tuple[int, int, int]
+    stream: int
+    function: str
+    rest: tuple[object, ...]
+
+
+def compiled_kernel(launched: list[Recorded]) -> Any:
+    def launch(x: int, y: int, z: int, stream: int, function: str, *rest: object) -> None:
+        launched.append(Recorded((x, y, z), stream, function, rest))
+
+    run = SimpleNamespace(launch=launch, launch_cooperative_grid=False, launch_pdl=False)
+    run.global_scratch_size = run.profile_scratch_size = 0
+    return SimpleNamespace(_init_handles=lambda: None, run=run, function="code", packed_metadata=(4, 1, 0))
+
+
+def test_a_prepared_kernel_is_launched_with_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    launched: list[Recorded] = []
+    launcher = Launcher(None)
+    launcher._compiled["key"] = compiled_kernel(launched)
+    whole, table = torch.zeros(8, 4), torch.zeros(3)
+    addresses = [whole.data_ptr(), whole[2:].data_ptr()]
+    (recorded,) = launcher.record(lambda: launcher(7, (whole[2:], table, None, 5), {"BLOCK": 16}, key="key"))
+    assert launched == []
+    run = recorded.prepare(lambda address: addresses.index(address) if address in addresses else None, addresses)
+    assert run is not None
+    for moved in (whole[2:].data_ptr(), 64):
+        addresses[1] = moved
+        run(STREAM)
+        options = (False, False, None, None, (4, 1, 0), None, None, None)
+        arguments = (moved, table.data_ptr(), None, 5, 16)
+        assert launched.pop() == Recorded((7, 1, 1), STREAM, "code", options + arguments)
+
+
+def test_hooks_of_triton_see_prepared_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    launched: list[Recorded] = []
+    monkeypatch.setattr(triton_kernels, "relaunch", lambda compiled, blocks, arguments, stream: launched.append(arguments))
+    start = triton_kernels.launcher_of(compiled_kernel([]), 1)
+    hook = triton.knobs.runtime.launch_enter_hook
+    monkeypatch.setattr(hook, "calls", [print])
+    start(STREAM, [1, 2])
+    assert launched == [[1, 2]]
+
+
+def test_the_launcher_of_triton_takes_what_prepared_kernels_pass() -> None:
+    """The grid, the stream, the function, two options, two scratch memories, the metadata, and the hooks."""
+    if not triton.__version__.startswith(triton_kernels._PLAIN_LAUNCHER):
+        pytest.skip("another version of Triton launches with its own arguments")
+    from triton.backends.nvidia import driver
+
+    assert driver._BASE_ARGS_FORMAT == "iiiKKppOOOOOO"
+    names = inspect.getsource(driver.CudaLauncher)
+    for name in (*triton_kernels._SCRATCH, "launch_cooperative_grid", "launch_pdl", "launch"):
+        assert f"self.{name} = " in names
+
+
+@pytest.mark.parametrize(
+    "argument", [TensorDescriptor.from_tensor(torch.zeros(16, 16), [16, 16]), (torch.zeros(2), 1)], ids=["descriptor", "tuple"]
+)
+def test_a_kernel_whose_moving_addresses_cannot_be_replaced_is_not_prepared(argument: Any) -> None:
+    launcher = Launcher(None)
+    launcher._compiled["key"] = compiled_kernel([])
+    (recorded,) = launcher.record(lambda: launcher(7, (argument,), {}, key="key"))
+    assert recorded.prepare(lambda address: 0, [64]) is None
+
+
+def test_the_drivers_memory_operations_are_laid_out_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted: list[tuple[int, int, bytes]] = []
+    monkeypatch.setattr(
+        streams,
+        "_submit_operations",
+        lambda: lambda stream, count, batch, flags: submitted.append((stream, count, bytes(batch))),
+    )
+    run = streams.Driver.words(cast(Any, SimpleNamespace(api=None)), [Word("wait", 1 << 40, 3), Word("signal", 8, 1)])
+    run(STREAM)
+    wait = struct.pack("=IIQQIIQQ", 1, 0, 1 << 40, 3, 0, 0, 0, 0)
+    write = struct.pack("=IIQQIIQQ", 2, 0, 8, 1, 0, 0, 0, 0)
+    assert submitted == [(STREAM, 2, wait + write)]
+    assert len(wait) == 48
+
+
+def test_a_kernel_that_reads_overlapping_matrices_is_not_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(build(problem_of("all_gather_matmul"), "shard_p2p"), monkeypatch)
+    inputs, outputs = world.tensors(0)
+    whole = torch.rand(40, 12)
+    inputs["a"][0], inputs["b"][0] = whole[: len(inputs["a"][0])], whole[4:16, :8]
+    tensors = CallTensors(cast(Any, world.ranks[0]), inputs, outputs)
+    with pytest.raises(NotPreparedError):
+        tensors.address(inputs["b"][0].data_ptr())
