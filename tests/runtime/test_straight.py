@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import inspect
 import struct
 import sys
@@ -23,16 +24,17 @@ import weft
 from weft.compat import streams, triton_kernels
 from weft.compat.streams import Word
 from weft.core.problem import Problem, split
-from weft.core.schedule import Schedule
+from weft.core.schedule import Gemm, Push, Reduce, Schedule
 from weft.kernels.launch import Launcher
-from weft.runtime.bindings import Bindings
+from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram
 from weft.runtime.call_tensors import CallTensors
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launch_plan import LaunchPlan
-from weft.runtime.launches import FlagOperations, NotPreparedError
+from weft.runtime.launches import FlagOperations, KernelLaunch, NotPreparedError
 from weft.runtime.products import Products
+from weft.runtime.step_kernels import kernel_of
 from weft.runtime.straight import Straight
 from weft.schedules import build
 
@@ -99,7 +101,7 @@ class Rank(FakeProgram):
 class World:
     """The ranks of one schedule, with a Straight each."""
 
-    def __init__(self, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, schedule: Schedule, monkeypatch: pytest.MonkeyPatch, kind: type[Rank] = Rank) -> None:
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: pytest.fail("no launch of another lane is torch's"))
         self.problem = schedule.problem
         assert isinstance(self.problem, Problem)
@@ -107,9 +109,9 @@ class World:
         probe = FakeProgram(schedule, 0)
         for buffer in probe.schedule.buffers:
             for rank in range(self.problem.world_size) if buffer.kind in ("symmetric", "local") else ():
-                fixed.bind(buffer.name, rank, torch.full((buffer.rows[rank], buffer.cols[rank]), torch.nan))
+                fixed.bind(buffer.name, rank, torch.full((buffer.rows[rank], buffer.cols[rank]), torch.nan, dtype=kind.dtype))
         fixed.buffers = probe.schedule.buffer
-        self.ranks = [Rank(schedule, rank, fixed) for rank in range(self.problem.world_size)]
+        self.ranks = [kind(schedule, rank, fixed) for rank in range(self.problem.world_size)]
         self.calls = [self.tensors(rank) for rank in range(len(self.ranks))]
         self.straights = [Straight(cast(Any, one), *call) for one, call in zip(self.ranks, self.calls, strict=True)]
 
@@ -119,7 +121,7 @@ class World:
         for name in ("a", "b", "out"):
             buffer = self.ranks[rank].schedule.buffer[name]
             rows, cols = buffer.rows[rank], buffer.cols[rank]
-            found.append(torch.rand(before + rows * cols)[before:].view(rows, cols))
+            found.append(torch.rand(before + rows * cols, dtype=self.ranks[rank].dtype)[before:].view(rows, cols))
         return {"a": [found[0]], "b": [found[1]]}, {"out": [found[2].fill_(torch.nan)]}
 
     def call(self) -> None:
@@ -236,30 +238,74 @@ class Recorded(NamedTuple):
 
 def compiled_kernel(launched: list[Recorded]) -> Any:
     def launch(x: int, y: int, z: int, stream: int, function: str, *rest: object) -> None:
-        launched.append(Recorded((x, y, z), stream, function, rest))
+        given = tuple([one.base.data_ptr() if hasattr(one, "base") else one for one in rest])
+        launched.append(Recorded((x, y, z), stream, function, given))
 
     run = SimpleNamespace(launch=launch, launch_cooperative_grid=False, launch_pdl=False)
     run.global_scratch_size = run.profile_scratch_size = 0
     return SimpleNamespace(_init_handles=lambda: None, run=run, function="code", packed_metadata=(4, 1, 0))
 
 
+class Moving:
+    """The tensors of a launch that move: those given, at first."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        self.addresses, self.views = [one.data_ptr() for one in given], list[Any](given)
+        self._first = list(self.addresses)
+
+    def address(self, address: int) -> int | None:
+        return self._first.index(address) if address in self._first else None
+
+    def view(self, part: torch.Tensor) -> int:
+        return self._first.index(part.data_ptr())
+
+
+OPTIONS = (False, False, None, None, (4, 1, 0), None, None, None)
+"""What the launcher takes between the function and the kernel's arguments."""
+
+
 def test_a_prepared_kernel_is_launched_with_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     launched: list[Recorded] = []
-    launcher = Launcher(None)
+    launcher = Launcher(None, pointers=(4, 5))
     launcher._compiled["key"] = compiled_kernel(launched)
-    whole, table = torch.zeros(8, 4), torch.zeros(3)
-    addresses = [whole.data_ptr(), whole[2:].data_ptr()]
-    (recorded,) = launcher.record(lambda: launcher(7, (whole[2:], table, None, 5), {"BLOCK": 16}, key="key"))
+    first, second, table = torch.zeros(8, 4), torch.zeros(3), torch.zeros(3)
+    at = table.data_ptr()
+    arguments = (first, table, None, 5, second.data_ptr(), at, (table, second, 3))
+    (recorded,) = launcher.record(lambda: launcher(7, arguments, {"BLOCK": 16}, key="key"))
     assert launched == []
-    run = recorded.prepare(lambda address: addresses.index(address) if address in addresses else None, addresses)
+    moving = Moving(first, second)
+    run = recorded.prepare(moving)
     assert run is not None
-    for moved in (whole[2:].data_ptr(), 64):
-        addresses[1] = moved
+    for one, two in ((64, 128), (32, 16)):
+        moving.addresses[:] = one, two
         run(STREAM)
-        options = (False, False, None, None, (4, 1, 0), None, None, None)
-        arguments = (moved, table.data_ptr(), None, 5, 16)
-        assert launched.pop() == Recorded((7, 1, 1), STREAM, "code", options + arguments)
+        passed = (one, at, None, 5, two, at, (at, two, 3), 16)
+        assert launched.pop() == Recorded((7, 1, 1), STREAM, "code", OPTIONS + passed)
+
+
+def test_descriptors_refer_to_the_tensors_of_each_call_and_to_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    seen: list[Any] = []
+    launcher = Launcher(None)
+    launcher._compiled["key"] = compiled = compiled_kernel([])
+    compiled.run.launch = lambda *given: seen.append([one.base for one in given[-3:]])
+    moves, fixed = torch.zeros(16, 16), torch.zeros(16, 16)
+    arguments = [TensorDescriptor.from_tensor(one, [16, 16]) for one in (moves, fixed)]
+    (recorded,) = launcher.record(lambda: launcher(7, (*arguments, arguments[0]), {}, key="key"))
+    moving = Moving(moves)
+    run = recorded.prepare(moving)
+    assert run is not None
+    moving.views[:] = ["moved"]
+    run(STREAM)
+    assert [one if isinstance(one, str) else one.data_ptr() for one in seen.pop()] == ["moved", fixed.data_ptr(), "moved"]
+    assert arguments[0].base is None
+
+
+def test_a_kernel_that_was_not_launched_before_is_not_prepared() -> None:
+    launcher = Launcher(None)
+    (recorded,) = launcher.record(lambda: launcher(7, (1,), {}, key="key"))
+    assert recorded.prepare() is None
 
 
 def test_hooks_of_triton_see_prepared_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,16 +331,6 @@ def test_the_launcher_of_triton_takes_what_prepared_kernels_pass() -> None:
         assert f"self.{name} = " in names
 
 
-@pytest.mark.parametrize(
-    "argument", [TensorDescriptor.from_tensor(torch.zeros(16, 16), [16, 16]), (torch.zeros(2), 1)], ids=["descriptor", "tuple"]
-)
-def test_a_kernel_whose_moving_addresses_cannot_be_replaced_is_not_prepared(argument: Any) -> None:
-    launcher = Launcher(None)
-    launcher._compiled["key"] = compiled_kernel([])
-    (recorded,) = launcher.record(lambda: launcher(7, (argument,), {}, key="key"))
-    assert recorded.prepare(lambda address: 0, [64]) is None
-
-
 def test_the_drivers_memory_operations_are_laid_out_as_cuda_does(monkeypatch: pytest.MonkeyPatch) -> None:
     submitted: list[tuple[int, int, bytes]] = []
     monkeypatch.setattr(
@@ -318,3 +354,75 @@ def test_a_kernel_that_reads_overlapping_matrices_is_not_prepared(monkeypatch: p
     tensors = CallTensors(cast(Any, world.ranks[0]), inputs, outputs)
     with pytest.raises(NotPreparedError):
         tensors.address(inputs["b"][0].data_ptr())
+
+
+class Loaded(dict[Any, Any]):
+    """Compiled kernels for launches of every kind."""
+
+    def __init__(self, compiled: Any) -> None:
+        super().__init__()
+        self._compiled = compiled
+
+    def get(self, key: object, default: object = None) -> Any:
+        return self._compiled
+
+
+class KernelRank(Rank):
+    """A program whose steps run as kernels where they can. launched: the launches of kernels."""
+
+    dtype = torch.bfloat16
+    sms_for_kernels = sms_for_pushes = blocks = 4
+    tries = 9
+    count_address, gate_need, buffers_of = BoundProgram.count_address, BoundProgram.gate_need, BoundProgram.buffers_of
+
+    def __init__(self, schedule: Schedule, rank: int, fixed: Bindings) -> None:
+        super().__init__(schedule, rank, fixed)
+        self.launched: list[Recorded] = []
+        for lane in self.schedule.ranks[rank]:
+            for position, step in enumerate(lane.steps):
+                kernel = kernel_of(cast(Any, self), Where(rank, lane.name, position, step))
+                if kernel is not None and kernel.launched_by is not None:
+                    kernel.launched_by._compiled = Loaded(compiled_kernel(self.launched))
+                    self.kernels[lane.name, position] = kernel
+
+    def runs_as_kernel(self, step: object) -> bool:
+        return isinstance(step, (Gemm, Push, Reduce))
+
+    def plan_of(self, bindings: Bindings) -> LaunchPlan:
+        self.plan = LaunchPlan(cast(Any, self), frozenset(at for at, one in self.kernels.items() if one.runs(bindings)))
+        return self.plan
+
+
+def pointers_of(argument: object) -> list[int]:
+    """What may be addresses in an argument of a kernel."""
+    if isinstance(argument, tuple):
+        return [one for part in argument for one in pointers_of(part)]
+    return [argument] if isinstance(argument, int) else []
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *(("all_gather_matmul", name) for name in ("flag_gated", "direct_store", "track_and_trigger")),
+        *(("matmul_reduce_scatter", name) for name in ("flag_gated", "direct_store", "track_and_trigger", "shard_p2p")),
+    ],
+)
+def test_prepared_kernels_get_no_address_of_an_earlier_call(monkeypatch: pytest.MonkeyPatch, op: str, name: str) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    problem = Problem(op=cast(Any, op), m=64, n=64, k=64, world_size=2)
+    world = World(build(problem, name), monkeypatch, KernelRank)
+    old = [one for some in world.calls[0] for matrices in some.values() for one in matrices]
+    inputs, outputs = world.tensors(0, 8)
+    new = [*inputs["a"], *inputs["b"], *outputs["out"]]
+    mine = cast(KernelRank, world.ranks[0])
+    straight = world.straights[0]
+    assert mine.launched == []
+    straight.issue(new, STREAM)
+    assert len(mine.launched) == sum(isinstance(one, KernelLaunch) for run in mine.plan.batches for one in run.launches) > 0
+    assert not straight._tensors.binds
+    used = {address for one in mine.launched for argument in one.rest for address in pointers_of(argument)}
+    tables = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.dtype == torch.int64]
+    used |= {address for table in tables for address in table.flatten().tolist()}
+    within = {number for number, one in enumerate(new) for at in used if one.data_ptr() <= at < one.data_ptr() + one.nbytes}
+    assert within, "the kernels read or write the call's matrices"
+    assert not [at for at in used for one in old if one.data_ptr() <= at < one.data_ptr() + one.nbytes]

@@ -15,7 +15,7 @@ import torch
 from weft.core.problem import Scaling, Span1D
 from weft.core.schedule import Gemm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings
-from weft.runtime.launches import FactorScales, IssuedCall, Matmul, NotPreparedError
+from weft.runtime.launches import FactorScales, IssuedCall, Matmul, NotPreparedError, in_turn
 
 if TYPE_CHECKING:
     from weft.runtime.call_tensors import CallTensors, Issue
@@ -83,15 +83,7 @@ class Product:
         a, (of_out,), products = bindings.view(self._rows[0]), self._outs, call.products[lane]
         pieces = bindings.pieces(step.b)
         outs = [of_out] if len(pieces) == 1 else [_columns(of_out, cols) for _, cols in pieces]
-        found = [products.prepare(a, b, bindings.view(out), tensors) for (b, _), out in zip(pieces, outs, strict=True)]
-        if len(found) == 1:
-            return found[0]
-
-        def run(stream: int) -> None:
-            for multiply in found:
-                multiply(stream)
-
-        return run
+        return in_turn([products.prepare(a, b, bindings.view(out), tensors) for (b, _), out in zip(pieces, outs, strict=True)])
 
     def _scatter(
         self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul, scales: FactorScales | None

@@ -146,7 +146,7 @@ class FusedGemm(GatedKernel):
         self._irregular = _irregular(step, self._blocks, len(given))
         self._counts = any(part.count for part in step.parts)
         self._plans = Plans(self._elsewhere, self._make_tables)
-        self._launcher = gemm_kernel.make_launcher()
+        self.launched_by = gemm_kernel.make_launcher()
         self._unfit: dict[tuple[int, ...], str] = {}
         """Why the kernel cannot run tensors of given alignments and strides, or "" if it can."""
 
@@ -234,7 +234,7 @@ class FusedGemm(GatedKernel):
                 adds=adds,
                 scales=scales,
                 use_fast_accum=self._scaling is not None and self._scaling.use_fast_accum,
-                launched_by=self._launcher,
+                launched_by=self.launched_by,
                 stream=stream,
             )
 

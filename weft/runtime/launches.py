@@ -11,7 +11,7 @@ launch can be prepared further (`prepare`): then a call only fills in addresses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
 
 class NotPreparedError(Exception):
     """A launch cannot be prepared, so that it must find the tensors of each call itself."""
+
+
+def in_turn(found: Sequence[Issue]) -> Issue:
+    """Return a function that calls these in turn."""
+    if len(found) == 1:
+        return found[0]
+
+    def run(stream: int) -> None:
+        for issue in found:
+            issue(stream)
+
+    return run
 
 
 class FactorScales(NamedTuple):

@@ -29,7 +29,7 @@ from weft.core.schedule import (
     waits,
 )
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.launches import NotPreparedError
+from weft.runtime.launches import NotPreparedError, in_turn
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class StepKernel:
     manages_own_flags = False
     """True if the kernel keeps its flags in words of its own, and raises, waits for and lowers them itself."""
     launched_by: Launcher | None = None
-    """What launches the kernel, if all addresses among its arguments are tensors. Then it can be prepared."""
+    """What launches the kernel. None if its launches cannot be prepared."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
@@ -92,16 +92,15 @@ class StepKernel:
     def prepare(self, tensors: CallTensors, *, tries: int, sms: int) -> Issue:
         """Return a function that launches the kernel for calls of one layout.
 
-        Raises NotPreparedError if only `launch` can do it: if the kernel has no `launched_by`, or reads addresses that were not
-        passed as tensors.
+        Raises NotPreparedError if only `launch` can do it: if the kernel has no `launched_by`, or if its tables change.
         """
         if self.launched_by is None or not self.has_fixed_tables(tensors.bindings):
             raise NotPreparedError(f"{self.where}: its arguments are not all known")
         launches = self.launched_by.record(lambda: self.launch(tensors.bindings, silent=False, tries=tries, sms=sms))
-        found = [launch.prepare(tensors.address, tensors.addresses) for launch in launches]
-        if len(found) != 1 or found[0] is None:
-            raise NotPreparedError(f"{self.where}: it is not one launch of fixed arguments")
-        return found[0]
+        found = [one for one in (launch.prepare(tensors) for launch in launches) if one is not None]
+        if len(found) < len(launches):
+            raise NotPreparedError(f"{self.where}: a kernel was not launched with such arguments before")
+        return in_turn(found)
 
     def has_fixed_tables(self, bindings: Bindings) -> bool:
         """Return whether no table of the kernel contains addresses of the caller's memory."""
