@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -24,12 +25,13 @@ import weft
 from weft.compat import streams, triton_kernels
 from weft.compat.streams import Word
 from weft.core.problem import Problem, split
-from weft.core.schedule import Gemm, Push, Reduce, Schedule
+from weft.core.schedule import Gemm, Push, Reduce, Region, Schedule
 from weft.kernels.launch import Launcher
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram
 from weft.runtime.call_tensors import CallTensors
 from weft.runtime.cuda import CudaProgram
+from weft.runtime.fused import FusedReduce
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagOperations, KernelLaunch, NotPreparedError
@@ -302,6 +304,20 @@ def test_descriptors_refer_to_the_tensors_of_each_call_and_to_none_afterwards(mo
     assert arguments[0].base is None
 
 
+def test_another_thread_launches_while_a_launch_is_recorded() -> None:
+    launched: list[int] = []
+    launcher = Launcher(None)
+    launcher._compiled["key"] = {(7, 1, 1): lambda *arguments, stream: launched.append(stream)}
+
+    def others() -> None:
+        thread = Thread(target=lambda: launcher(7, (1,), {}, key="key", stream=STREAM))
+        thread.start()
+        thread.join()
+
+    assert launcher.record(others) == []
+    assert launched == [STREAM]
+
+
 def test_a_kernel_that_was_not_launched_before_is_not_prepared() -> None:
     launcher = Launcher(None)
     (recorded,) = launcher.record(lambda: launcher(7, (1,), {}, key="key"))
@@ -426,3 +442,11 @@ def test_prepared_kernels_get_no_address_of_an_earlier_call(monkeypatch: pytest.
     within = {number for number, one in enumerate(new) for at in used if one.data_ptr() <= at < one.data_ptr() + one.nbytes}
     assert within, "the kernels read or write the call's matrices"
     assert not [at for at in used for one in old if one.data_ptr() <= at < one.data_ptr() + one.nbytes]
+
+
+def test_a_sum_whose_table_has_addresses_of_the_caller_is_not_prepared() -> None:
+    sums = FusedReduce.__new__(FusedReduce)
+    buffers = {"out": SimpleNamespace(kind="output"), "kept": SimpleNamespace(kind="symmetric")}
+    for name, fixed in (("out", False), ("kept", True)):
+        sums._sources = [Region(name, 0, (0, 1), (0, 1))]
+        assert sums.has_fixed_tables(Bindings(buffers=cast(Any, buffers))) is fixed

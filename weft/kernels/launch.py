@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -119,7 +120,8 @@ class Launcher:
     def __init__(self, kernel: Any, pointers: Sequence[int] = ()) -> None:
         self._kernel, self._pointers = kernel, pointers
         self._compiled: dict[Hashable, Any] = {}
-        self._recorded: list[RecordedLaunch] | None = None
+        self._recorded: dict[int, list[RecordedLaunch]] = {}
+        """The launches of each thread that is in `record`. Other threads may launch meanwhile."""
 
     def __call__(
         self,
@@ -139,19 +141,19 @@ class Launcher:
         stream: by default torch's current stream. A first launch accepts no other.
         """
         compiled = self._compiled.get(key)
-        if self._recorded is not None:
-            self._recorded.append(RecordedLaunch(compiled, blocks, (*arguments, *constants.values()), self._pointers))
+        recorded = self._recorded.get(get_ident()) if self._recorded else None
+        if recorded is not None:
+            recorded.append(RecordedLaunch(compiled, blocks, (*arguments, *constants.values()), self._pointers))
         elif compiled is None:
             self._compiled[key] = finished(self._kernel[(blocks,)](*arguments, **constants, **options))
         else:
             relaunch(compiled, blocks, (*arguments, *constants.values()), stream)
 
     def record(self, launch: Callable[[], None]) -> list[RecordedLaunch]:
-        """Return the launches that a function makes by this launcher. They are not made."""
-        found: list[RecordedLaunch] = []
-        self._recorded = found
+        """Return the launches that a function makes by this launcher in this thread. They are not made."""
+        found = self._recorded[get_ident()] = []
         try:
             launch()
         finally:
-            self._recorded = None
+            del self._recorded[get_ident()]
         return found
