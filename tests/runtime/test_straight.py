@@ -25,7 +25,7 @@ import weft
 from weft.compat import streams, triton_kernels
 from weft.compat.streams import Word
 from weft.core.problem import Problem, split
-from weft.core.schedule import Gemm, Push, Reduce, Region, Schedule
+from weft.core.schedule import Collective, Gemm, Push, Reduce, Region, Schedule
 from weft.kernels.launch import Launcher
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram
@@ -35,6 +35,7 @@ from weft.runtime.fused import FusedReduce
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagOperations, KernelLaunch, NotPreparedError
+from weft.runtime.nccl import NcclCollective
 from weft.runtime.products import Products
 from weft.runtime.step_kernels import kernel_of
 from weft.runtime.straight import Straight
@@ -227,6 +228,58 @@ def test_a_call_enters_few_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     found = frames(partial(world.straights[0].issue, matrices, STREAM))
     launches = sum(len(run.launches) for run in world.ranks[0].plan.batches)
     assert len(found) <= launches + 8, found
+
+
+class SequentialRank(Rank):
+    """A program with collectives, which `gathers` runs."""
+
+    prepare_collective = CudaProgram.prepare_collective
+    gathers: Callable[[torch.Tensor, torch.Tensor], None]
+
+    def __init__(self, schedule: Schedule, rank: int, fixed: Bindings) -> None:
+        super().__init__(schedule, rank, fixed)
+        steps = [step for lane in schedule.ranks[rank] for step in lane.steps if isinstance(step, Collective)]
+        found = SimpleNamespace(whole=lambda dst, src: self.gathers(dst, src))
+        self.collectives = {id(step): found for step in steps}
+
+
+def test_a_collective_and_a_product_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(build(problem_of("all_gather_matmul"), "sequential"), monkeypatch, SequentialRank)
+
+    def gathers(dst: torch.Tensor, src: torch.Tensor) -> None:
+        parts = [inputs["a"][0] for inputs, _ in world.calls]
+        assert any(src.data_ptr() == part.data_ptr() and src.shape == part.shape for part in parts)
+        torch.cat(parts, out=dst)
+
+    monkeypatch.setattr(SequentialRank, "gathers", staticmethod(gathers), raising=False)
+    world.call()
+    world.expect()
+    assert not any(straight._tensors.binds for straight in world.straights)
+    inputs, outputs = world.calls[0]
+    found = frames(partial(world.straights[0].issue, [*inputs["a"], *inputs["b"], *outputs["out"]], STREAM))
+    assert len(found) <= 6, found
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("even", [True, False])
+def test_whole_collectives_write_their_first_argument(op: str, even: bool) -> None:
+    collective = NcclCollective.__new__(NcclCollective)
+    seen: list[Any] = []
+    flat = SimpleNamespace(
+        all_gather=lambda dst, src: seen.append((dst, src)),
+        reduce_scatter=lambda dst, src: seen.append((dst, src)),
+        all_reduce=lambda tensor: seen.append((tensor, tensor.clone())),
+    )
+    collective._step, collective._even, collective._flat = cast(Any, SimpleNamespace(op=op)), even, cast(Any, flat)
+    dst, src = torch.zeros(2), torch.ones(2)
+    if op == "all_to_all" or (op != "all_reduce" and not even):
+        assert collective.whole is None
+        return
+    assert collective.whole is not None
+    collective.whole(dst, src)
+    ((written, read),) = seen
+    assert written is dst
+    assert read.tolist() == [1, 1]
 
 
 class Recorded(NamedTuple):
