@@ -62,10 +62,10 @@ class FakeProgram:
 
     messages = collective
 
-    def prepare_copy(self, src: Region, dst: Region) -> None:
+    def prepare_copy(self, src: Region, dst: Region) -> Any:
         return None
 
-    def prepare_collective(self, step: object) -> None:
+    def prepare_collective(self, step: Any) -> Any:
         return None
 
     def progress_word(self, where: Where) -> Word:

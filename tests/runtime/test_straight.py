@@ -379,7 +379,7 @@ def test_a_kernel_that_was_not_launched_before_is_not_prepared() -> None:
 
 def test_hooks_of_triton_see_prepared_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    launched: list[Recorded] = []
+    launched: list[Any] = []
     monkeypatch.setattr(triton_kernels, "relaunch", lambda compiled, blocks, arguments, stream: launched.append(arguments))
     start = triton_kernels.launcher_of(compiled_kernel([]), 1)
     hook = triton.knobs.runtime.launch_enter_hook
