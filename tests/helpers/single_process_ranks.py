@@ -82,6 +82,10 @@ class FakeDriver:
     def after(self, later: int, earlier: int, event: object) -> None:
         self.log.append(("after", later, earlier))
 
+    def all_after(self, later: Sequence[int], earlier: int, event: object) -> None:
+        for stream in later:
+            self.after(stream, earlier, event)
+
     def wait(self, stream: int, event: Event) -> None:
         self.log.append(("wait", stream, event))
 

@@ -63,7 +63,7 @@ class World:
         program: Any = FakeProgram(self.schedule, rank)
         program.fixed, program.driver = shared, SimpleNamespace(copier=_copier)
         program.dtype_of = lambda _: torch.float32
-        for name in ("copier", "_copier", "_address_of"):
+        for name in ("copier", "prepare_copy", "_copies", "_address_of"):
             setattr(program, name, partial(getattr(CudaProgram, name), program))
         bindings = Bindings(dict(shared.tensors))
         for name, tensor in self.callers[rank].items():

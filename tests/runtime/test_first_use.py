@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -182,3 +182,18 @@ def test_lookups_load_their_variants_once_all_has_ended(monkeypatch: pytest.Monk
     assert call(torch.int64) == []
     capturing[0] = True
     assert call(torch.int32) == ["load"]
+
+
+def test_tables_that_a_rehearsal_makes_are_no_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call would enter a memory pool for them, in which nothing is allocated."""
+    one = Program(monkeypatch)
+    program, resources = one.program, one.program.resources
+    (run,) = program.plan_of(None).batches
+    program.plan_of = lambda bindings: SimpleNamespace(batches=[run])
+    made: list[str] = []
+    run.launches[0].submitter = SimpleNamespace(prepare=lambda operations: made.append("table") or print)
+    resources.allocated = lambda: 2048 * len(made)
+    resources.captures.prepare = resources.settle = lambda: None
+    program._enqueue = lambda bindings, outputs: run.launches[0].load()
+    CudaProgram._rehearse(program, cast(Any, None))
+    assert (made, program.allocates) == (["table"], 0)

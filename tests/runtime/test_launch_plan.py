@@ -62,6 +62,12 @@ class FakeProgram:
 
     messages = collective
 
+    def prepare_copy(self, src: Region, dst: Region) -> Any:
+        return None
+
+    def prepare_collective(self, step: Any) -> Any:
+        return None
+
     def progress_word(self, where: Where) -> Word:
         return Word("progress", _PROGRESS + self.rank, where.position + 1)
 

@@ -66,11 +66,13 @@ class FlatCollectives:
 
     def all_gather(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Do as torch.distributed.all_gather_into_tensor."""
-        _in_order(self._group._allgather_base(dst, src, self._gathers))
+        if (work := self._group._allgather_base(dst, src, self._gathers)) is not None:
+            work.wait()
 
     def reduce_scatter(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Do as torch.distributed.reduce_scatter_tensor."""
-        _in_order(self._group._reduce_scatter_base(dst, src, self._scatters))
+        if (work := self._group._reduce_scatter_base(dst, src, self._scatters)) is not None:
+            work.wait()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Do as torch.distributed.all_reduce, in place."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 
@@ -184,6 +184,41 @@ class CublasProduct:
             workspace.nbytes,
             stream,
         )
+
+    def prepare(
+        self, algorithm: Algorithm, numbers: tuple[int, int, int], addresses: Sequence[int], workspace: torch.Tensor
+    ) -> Callable[[int], None]:
+        """Return a function that multiplies on a stream, with the factors and the result at addresses that may change.
+
+        numbers: where a, b and out have their addresses in the list.
+        """
+        product, one, first, second, beta, result = self._fixed
+        multiply, handle, at_a, at_b, at_out = self._library.multiply, self._library.handle, *numbers
+        # `run` refers to this object, to the algorithm and to the workspace, so they live as long as it does.
+        chosen, held = ctypes.addressof(algorithm), (self, algorithm, workspace)
+        extra = workspace.data_ptr(), workspace.nbytes
+
+        def run(stream: int, held: object = held) -> None:
+            out = addresses[at_out]
+            multiply(
+                handle,
+                product,
+                one,
+                addresses[at_b],
+                first,
+                addresses[at_a],
+                second,
+                beta,
+                out,
+                result,
+                out,
+                result,
+                chosen,
+                *extra,
+                stream,
+            )
+
+        return run
 
 
 def _destroy(of: Library, made: Sequence[tuple[str, c_void_p]]) -> None:

@@ -24,6 +24,11 @@ def outside_graph_trees(device: torch.device) -> AbstractContextManager[None]:
     return _outside(device) if _TREES in sys.modules else _NOTHING
 
 
+def has_graph_trees() -> bool:
+    """Return whether this process may have graph trees, so that `outside_graph_trees` may have something to leave."""
+    return _TREES in sys.modules
+
+
 @contextmanager
 def _outside(device: torch.device) -> Iterator[None]:
     pool = _pool(device)

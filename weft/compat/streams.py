@@ -5,9 +5,12 @@ Every function enqueues and returns without waiting for the GPU. Addresses and s
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from ctypes import c_int, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, cast
 
 import torch
 
@@ -62,6 +65,37 @@ class Word:
     value: int
 
 
+class _MemoryOperation(ctypes.Structure):
+    """A CUstreamBatchMemOpParams of cuda.h that waits for a 32-bit word or writes one. It has 48 bytes."""
+
+    _fields_ = (
+        ("operation", c_uint),
+        ("address", c_uint64),
+        ("value", c_uint64),
+        ("flags", c_uint),
+        ("alias", c_uint64),
+        ("padding", c_uint64),
+    )
+
+
+_WAIT_VALUE_32, _WRITE_VALUE_32, _GREATER_OR_EQUAL = 1, 2, 0
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32 and CU_STREAM_WAIT_VALUE_GEQ. A write with flags 0 is ordered
+after all earlier work of the stream."""
+
+
+def _operation(word: Word) -> _MemoryOperation:
+    kind = _WAIT_VALUE_32 if word.kind == "wait" else _WRITE_VALUE_32
+    return _MemoryOperation(kind, word.address, word.value, _GREATER_OR_EQUAL)
+
+
+@cache
+def _submit_operations() -> Callable[..., int]:
+    """Return the driver's cuStreamBatchMemOp (stream, count, operations, flags). It returns the number of a CUresult."""
+    function = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+    function.argtypes, function.restype = (c_void_p, c_uint, c_void_p, c_uint), c_int
+    return cast("Callable[..., int]", function)
+
+
 class Driver:
     """Driver makes the driver calls that schedules need."""
 
@@ -75,25 +109,18 @@ class Driver:
 
     def words(self, words: Sequence[Word]) -> Callable[[int], None]:
         """Return a function that enqueues these operations on a stream, in order. Every write is ordered like a signal."""
-        params = [self._operation(word) for word in words]
-        batches = [params[i : i + _BATCH] for i in range(0, len(params), _BATCH)]
-        submit = self.api.cuStreamBatchMemOp
+        # cuda-bindings would copy the operations in each call, so they are in arrays of C, and the driver is called directly.
+        parts = [words[i : i + _BATCH] for i in range(0, len(words), _BATCH)]
+        batches = [(len(part), (_MemoryOperation * len(part))(*map(_operation, part))) for part in parts]
+        submit = _submit_operations()
 
         def enqueue(stream: int) -> None:
-            for batch in batches:
-                checked(submit(stream, len(batch), batch, 0))
+            for count, batch in batches:
+                status = submit(stream, count, batch, 0)
+                if status:
+                    checked((self.api.CUresult(status),))
 
         return enqueue
-
-    def _operation(self, word: Word) -> Any:
-        kinds, operation = self.api.CUstreamBatchMemOpType, self.api.CUstreamBatchMemOpParams()
-        wait = word.kind == "wait"
-        kind = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32 if wait else kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
-        part = operation.waitValue if wait else operation.writeValue
-        operation.operation = part.operation = kind
-        part.address, part.value = word.address, self.api.cuuint32_t(word.value)
-        part.flags = int(self.api.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ) if wait else 0
-        return operation
 
     def copier(self, *, rows: int, row_bytes: int, pitches: tuple[int, int]) -> Callable[[int, int, int], None]:
         """Return a function (dst, src, stream) that copies `rows` rows.
@@ -104,7 +131,13 @@ class Driver:
         """
         if rows == 1 or pitches == (row_bytes, row_bytes):
             copy, nbytes = self.api.cuMemcpyAsync, rows * row_bytes
-            return lambda dst, src, stream: checked(copy(dst, src, nbytes, stream))
+
+            def copy_bytes(dst: int, src: int, stream: int) -> None:
+                result = copy(dst, src, nbytes, stream)
+                if result[0]:
+                    checked(result)
+
+            return copy_bytes
         shape = self.api.CUDA_MEMCPY2D()
         shape.srcMemoryType = shape.dstMemoryType = self.api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
         shape.srcPitch, shape.dstPitch = pitches
@@ -112,7 +145,9 @@ class Driver:
 
         def copy_rows(dst: int, src: int, stream: int) -> None:
             shape.srcDevice, shape.dstDevice = src, dst
-            checked(self.api.cuMemcpy2DAsync(shape, stream))
+            result = self.api.cuMemcpy2DAsync(shape, stream)
+            if result[0]:
+                checked(result)
 
         return copy_rows
 
@@ -181,5 +216,13 @@ class Driver:
 
     def after(self, later: int, earlier: int, event: Any) -> None:
         """Make stream `later` wait for the work that `earlier` has now. event: the event to use, which may be used again."""
-        self.record(event, earlier)
-        self.wait(later, event)
+        self.all_after((later,), earlier, event)
+
+    def all_after(self, later: Sequence[int], earlier: int, event: Any) -> None:
+        """Make several streams wait for the work that `earlier` has now."""
+        result = self.api.cuEventRecord(event, earlier)
+        for stream in later:
+            if not result[0]:
+                result = self.api.cuStreamWaitEvent(stream, event, 0)
+        if result[0]:
+            checked(result)

@@ -9,9 +9,14 @@ graphs replay it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+_PLAIN_LAUNCHER = "3.6."
+"""The versions of Triton whose launcher takes the arguments that `launcher_of` passes."""
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")
+"""The attributes of Triton's launcher that have the bytes of scratch memory of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,3 +80,28 @@ def relaunch(compiled: Any, blocks: int, arguments: Sequence[object], stream: in
     stream: by default torch's current stream.
     """
     compiled[(blocks, 1, 1)](*arguments, stream=stream)
+
+
+def launcher_of(compiled: Any, blocks: int) -> Callable[[int, Sequence[object]], None]:
+    """Return a function (stream, arguments) that launches `blocks` blocks of a compiled kernel, with less work than `relaunch`.
+
+    Pointers may be integers, about which the launcher does not ask the driver. Triton's own launcher calls its hooks in each
+    launch, even if nobody has added one, and looks for scratch memory. So this function calls the function of C within it,
+    unless the kernel needs scratch memory, and as long as there are no hooks.
+    """
+    import triton
+
+    compiled._init_handles()
+    run, runtime = compiled.run, triton.knobs.runtime
+    if not triton.__version__.startswith(_PLAIN_LAUNCHER) or any(getattr(run, name, 1) for name in _SCRATCH):
+        return lambda stream, arguments: relaunch(compiled, blocks, arguments, stream)
+    launch, function, packed = run.launch, compiled.function, compiled.packed_metadata
+    options = run.launch_cooperative_grid, run.launch_pdl, None, None, packed, None, None, None
+
+    def start(stream: int, arguments: Sequence[object]) -> None:
+        if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            relaunch(compiled, blocks, arguments, stream)
+        else:
+            launch(blocks, 1, 1, stream, function, *options, *arguments)
+
+    return start

@@ -20,6 +20,7 @@ A program, which is a schedule bound to one rank:
     cuda.py  lane_streams.py                     on GPUs: a call; streams that fork and join
     bound_call.py  replay.py  straight.py        warm calls; calls as CUDA graphs; warm calls without a graph
     order.py  launch_order.py                    the order of the calls of a GPU, and which are in flight; the order of launches
+    call_tensors.py                              the tensors of warm calls without a graph, for launches that were prepared
     call_timer.py                                the times at which the steps of a call ran
     cuda_resources.py                            streams and symmetric memory that programs of a process group share on GPUs
     products.py                                  matmuls by the fastest cuBLAS algorithm

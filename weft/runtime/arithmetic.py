@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import torch
 
 from weft.core.problem import Scaling, Span1D
 from weft.core.schedule import Gemm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings
-from weft.runtime.launches import FactorScales, IssuedCall, Matmul
+from weft.runtime.launches import FactorScales, IssuedCall, Matmul, NotPreparedError, in_turn
+
+if TYPE_CHECKING:
+    from weft.runtime.call_tensors import CallTensors, Issue
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -66,6 +70,20 @@ class Product:
                 matmul(a, b, views[0], accumulate=self._step.accumulate, scales=scales)
             else:
                 self._scatter(a, b, views, matmul, scales)
+
+    def prepare(self, lane: str, call: IssuedCall, tensors: CallTensors) -> Issue:
+        """Return a function that does what `multiply` does, for calls of one layout.
+
+        Raises NotPreparedError if it is more than one product for each piece of b.
+        """
+        bindings, step = tensors.bindings, self._step
+        several = len(self._rows) > 1 or len(self._outs) > 1
+        if several or self._part.adds or step.accumulate or bindings.scaling is not None:
+            raise NotPreparedError("it is more than one product for each piece of b")
+        a, (of_out,), products = bindings.view(self._rows[0]), self._outs, call.products[lane]
+        pieces = bindings.pieces(step.b)
+        outs = [of_out] if len(pieces) == 1 else [_columns(of_out, cols) for _, cols in pieces]
+        return in_turn([products.prepare(a, b, bindings.view(out), tensors) for (b, _), out in zip(pieces, outs, strict=True)])
 
     def _scatter(
         self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul, scales: FactorScales | None

@@ -45,6 +45,7 @@ from weft.runtime.step_kernels import Place, StepKernel, kernel_of, signal_value
 
 if TYPE_CHECKING:
     from weft.compat.streams import Word
+    from weft.runtime.call_tensors import CallTensors, Issue
     from weft.runtime.cuda_resources import CudaResources
     from weft.runtime.host_resources import HostResources
     from weft.runtime.ragged_kernels import RaggedKernels
@@ -249,9 +250,17 @@ class BoundProgram(ABC):
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
         """Return a function that copies one region to another, with the tensors of a call, on a stream."""
 
+    def prepare_copy(self, src: Region, dst: Region) -> Callable[[CallTensors], Issue] | None:
+        """Return CopyLaunch.prepare_copy for what `copier` returns. None if the device prepares nothing."""
+        return None
+
     @abstractmethod
     def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
         """Return a function that runs a collective."""
+
+    def prepare_collective(self, step: Collective) -> Callable[[IssuedCall, CallTensors], Issue] | None:
+        """Return TorchLaunch.prepare_work for what `collective` returns. None if the device prepares nothing."""
+        return None
 
     @abstractmethod
     def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:

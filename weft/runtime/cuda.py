@@ -42,11 +42,12 @@ from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, S
 from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where, scales_name
 from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes, with_fused_steps
+from weft.runtime.call_tensors import CallTensors, Issue
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.flag_words import WaiterWords
 from weft.runtime.lane_streams import LaneStreams
-from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, TorchLaunch
+from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, NotPreparedError, TorchLaunch
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
 from weft.runtime.order import Exclusive, PendingCall, memory_of_outputs
@@ -74,6 +75,14 @@ class Address(NamedTuple):
 
     find: Callable[[Bindings], int]
     pitch: int
+
+
+class AddressedCopy(NamedTuple):
+    """An AddressedCopy is a copy (dst, src, stream) by address, and the functions that find both addresses in a call."""
+
+    copy: Callable[[int, int, int], None]
+    find_src: Callable[[Bindings], int]
+    find_dst: Callable[[Bindings], int]
 
 
 class CudaProgram(BoundProgram):
@@ -246,30 +255,46 @@ class CudaProgram(BoundProgram):
         return self._address_on(self.rank) + 4 * self.flags.slot[flag, where.lane, where.position]
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
+        copies = self._copies(src, dst)
+
+        def run(bindings: Bindings, stream: int) -> None:
+            for copy, find_src, find_dst in copies:
+                there, here = find_dst(bindings), find_src(bindings)
+                if there != here:
+                    copy(there, here, stream)
+
+        return run
+
+    def prepare_copy(self, src: Region, dst: Region) -> Callable[[CallTensors], Issue]:
+        def prepare(tensors: CallTensors) -> Issue:
+            addresses, number = tensors.addresses, tensors.number
+            ready = [
+                (copy, number(find_src(tensors.bindings)), number(find_dst(tensors.bindings)))
+                for copy, find_src, find_dst in self._copies(src, dst)
+            ]
+
+            def run(stream: int) -> None:
+                for copy, here, there in ready:
+                    if addresses[there] != addresses[here]:
+                        copy(addresses[there], addresses[here], stream)
+
+            return run
+
+        return prepare
+
+    def _copies(self, src: Region, dst: Region) -> list[AddressedCopy]:
+        """Return the copies that copy one region to another, in order."""
         row_bytes = src.shape[1] * self.dtype_of(src.buffer).itemsize
-        copy = self._copier(src.shape[0], row_bytes, self._address_of(src), self._address_of(dst))
-        if not self.schedule.buffer[src.buffer].operand:
-            return copy
-        # The scales come first, because they would wait behind the long copy.
-        (rows, width), from_scales = self._scales_of(src)
-        copy_scales = self._copier(rows, 4 * width, from_scales, self._scales_of(dst)[1])
-
-        def run(bindings: Bindings, stream: int) -> None:
-            copy_scales(bindings, stream)
-            copy(bindings, stream)
-
-        return run
-
-    def _copier(self, rows: int, row_bytes: int, src: Address, dst: Address) -> Callable[[Bindings, int], None]:
-        (find_src, src_pitch), (find_dst, dst_pitch) = src, dst
-        copy = self.driver.copier(rows=rows, row_bytes=row_bytes, pitches=(src_pitch, dst_pitch))
-
-        def run(bindings: Bindings, stream: int) -> None:
-            there, here = find_dst(bindings), find_src(bindings)
-            if there != here:
-                copy(there, here, stream)
-
-        return run
+        copies = [(src.shape[0], row_bytes, self._address_of(src), self._address_of(dst))]
+        if self.schedule.buffer[src.buffer].operand:
+            # The scales come first, because they would wait behind the long copy.
+            (rows, width), from_scales = self._scales_of(src)
+            copies.insert(0, (rows, 4 * width, from_scales, self._scales_of(dst)[1]))
+        copier = self.driver.copier
+        return [
+            AddressedCopy(copier(rows=rows, row_bytes=width, pitches=(here.pitch, there.pitch)), here.find, there.find)
+            for rows, width, here, there in copies
+        ]
 
     def _address_of(self, region: Region) -> Address:
         """Return the address of a region in a call."""
@@ -306,6 +331,17 @@ class CudaProgram(BoundProgram):
                     collective.run(src, dst)
 
         return run
+
+    def prepare_collective(self, step: Collective) -> Callable[[IssuedCall, CallTensors], Issue]:
+        def prepare(call: IssuedCall, tensors: CallTensors) -> Issue:
+            run, bindings, views = self.collectives[id(step)].whole, tensors.bindings, tensors.views
+            dst, src = bindings.view(step.dst), bindings.view(step.src)
+            if run is None or bindings.scaling is not None or not (dst.is_contiguous() and src.is_contiguous()):
+                raise NotPreparedError("it is not one collective of whole matrices")
+            there, here = tensors.view(dst), tensors.view(src)
+            return lambda stream: run(views[there], views[here])
+
+        return prepare
 
     def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
         def run(call: IssuedCall) -> None:
@@ -426,7 +462,7 @@ class CudaProgram(BoundProgram):
             raise ValueError(f"schedule {self.schedule.name}: call the operator once with these sizes before capturing a graph")
         with self.resources.order.alone(self.rank_group):
             self.resources.captures.prepare()
-            self.plan_of(bindings)  # which lookups load for
+            self._prepare_tables(bindings)  # before `allocates` is measured, because tables are no temporaries
         spans, self.spans, self._rehearsing = self.spans, None, True
         before = self.resources.allocated()
         self._enqueue(bindings, {})
@@ -482,7 +518,7 @@ class CudaProgram(BoundProgram):
                 kernel.lay_out(bindings)
         for launch in chain.from_iterable(run.launches for run in plan.batches):
             if isinstance(launch, FlagOperations):
-                launch.prepare()
+                launch.load()
 
     def _read_spans(self, timer: CallTimer, call: PendingCall) -> None:
         """Wait until the call has ended, and read when each step ran."""

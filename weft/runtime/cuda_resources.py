@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -206,7 +206,9 @@ class CudaResources:
         # The kernel is loaded now, because loading waits for all streams, and later one of them may wait for a flag.
         run_flag_operations(table, tries=0, launched_by=self._flag_launcher)
         tries, launched_by = self.tries, self._flag_launcher
-        return lambda stream: run_flag_operations(table, tries=tries, launched_by=launched_by, stream=stream)
+        (launch,) = launched_by.record(lambda: run_flag_operations(table, tries=tries, launched_by=launched_by))
+        interpreted = partial(run_flag_operations, table, tries=tries, launched_by=launched_by)
+        return launch.prepare() or (lambda stream: interpreted(stream=stream))
 
     def close(self) -> None:
         self.watchdog.close()

@@ -146,7 +146,7 @@ class FusedGemm(GatedKernel):
         self._irregular = _irregular(step, self._blocks, len(given))
         self._counts = any(part.count for part in step.parts)
         self._plans = Plans(self._elsewhere, self._make_tables)
-        self._launcher = gemm_kernel.make_launcher()
+        self.launched_by = gemm_kernel.make_launcher()
         self._unfit: dict[tuple[int, ...], str] = {}
         """Why the kernel cannot run tensors of given alignments and strides, or "" if it can."""
 
@@ -234,7 +234,7 @@ class FusedGemm(GatedKernel):
                 adds=adds,
                 scales=scales,
                 use_fast_accum=self._scaling is not None and self._scaling.use_fast_accum,
-                launched_by=self._launcher,
+                launched_by=self.launched_by,
                 stream=stream,
             )
 
@@ -271,7 +271,7 @@ class FusedReduce(StepKernel):
         self._device, self.step = device, step
         self._sources = [src for part in step.parts for src in part.srcs]
         self._plans = Plans(self._sources, self._make_tables)
-        self._launcher = reduce_kernel.make_launcher()
+        self.launched_by = reduce_kernel.make_launcher()
 
     def runs(self, bindings: Bindings) -> bool:
         reason = self._reason_against(bindings)
@@ -301,6 +301,9 @@ class FusedReduce(StepKernel):
             return "its sources differ in dtype or row stride"
         return "" if len({len(part.srcs) for part in self.step.parts}) == 1 else "its parts have different numbers of sources"
 
+    def has_fixed_tables(self, bindings: Bindings) -> bool:
+        return all(bindings.buffers[src.buffer].kind in ("symmetric", "local") for src in self._sources)
+
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self._plans.of(bindings)
         ((out, _),) = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
@@ -311,7 +314,7 @@ class FusedReduce(StepKernel):
             plan,
             divide_by=self.step.divide_by,
             sms=sms,
-            launched_by=self._launcher,
+            launched_by=self.launched_by,
             stream=stream,
         )
 

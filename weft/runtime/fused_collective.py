@@ -78,7 +78,7 @@ class FusedCollectiveKernel(StepKernel):
         )
         addresses, self._box = owner.mailbox(self.plan.mailbox_bytes)
         self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
-        self._launcher = make_launcher()
+        self.launched_by = make_launcher()
         # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one
@@ -99,7 +99,7 @@ class FusedCollectiveKernel(StepKernel):
             live=not silent,
             tries=tries,
             scales=(scales[0], scales[1]) if scales else None,
-            launched_by=self._launcher,
+            launched_by=self.launched_by,
             stream=stream,
         )
 

@@ -10,8 +10,8 @@ the links are full, and the next matmul need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from weft.core.schedule import Lane
 from weft.runtime.cuda_resources import CudaResources
@@ -28,23 +28,25 @@ class LaneStreams:
         self._resources, self._driver = resources, resources.driver
         self._without_kernels = flags_by_memory_operations
         event = self._driver.event
-        self._events = {lane.name: (event(), event()) for lane in lanes if lane.kind != "compute"}
-        """The events of the fork and of the join, by lane."""
+        self._fork_event, self._join_events = event(), {lane.name: event() for lane in lanes if lane.kind != "compute"}
         self._aside_events = event(), event()
-        self._forked: list[str] = []
+        self._lanes: list[tuple[int, Any]] | None = None
+        """The stream of each lane and the event of its join. They are made by the first fork."""
+        self._forked: Sequence[tuple[int, Any]] = ()
         self._has_asides = False
 
     def __len__(self) -> int:
         """The number of lanes that run concurrently with the caller's stream."""
-        return len(self._events)
+        return len(self._join_events)
 
     def fork(self, caller: int) -> None:
         """Order all later work of the lanes' streams after the work that the caller's stream has now."""
-        self._has_asides = False
-        self._forked = []
-        for name, (fork, _) in self._events.items():
-            self._forked.append(name)
-            self._driver.after(self._resources.stream(name).cuda_stream, caller, fork)
+        if self._lanes is None:
+            self._lanes = [(self._resources.stream(name).cuda_stream, join) for name, join in self._join_events.items()]
+            self._numbers = [stream for stream, _ in self._lanes]
+        self._has_asides, self._forked = False, self._lanes
+        if self._numbers:
+            self._driver.all_after(self._numbers, caller, self._fork_event)
 
     def join(self, caller: int) -> None:
         """Make the caller's stream wait for all streams that `fork` has forked.
@@ -53,8 +55,8 @@ class LaneStreams:
         order of the caller's stream. A capture cannot end before its streams are joined. Only forked streams are joined,
         because during a capture any other stream is outside the graph.
         """
-        for name in self._forked:
-            self._driver.after(caller, self._resources.stream(name).cuda_stream, self._events[name][1])
+        for stream, event in self._forked:
+            self._driver.all_after((caller,), stream, event)
         if self._has_asides:
             self._driver.after(caller, self._resources.aside.cuda_stream, self._aside_events[1])
 
@@ -72,5 +74,5 @@ class LaneStreams:
 
     def close(self) -> None:
         """Destroy the events."""
-        for event in chain(self._aside_events, *self._events.values()):
+        for event in (self._fork_event, *self._aside_events, *self._join_events.values()):
             self._driver.forget(event)

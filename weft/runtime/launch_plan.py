@@ -187,7 +187,8 @@ class LaunchPlan:
         yield self._signal_flag(step.flag, where)
 
     def _plan_collective(self, step: Collective, where: Where) -> Iterator[Launch]:
-        yield TorchLaunch(where=where, work=self._program.collective(step, where))
+        program = self._program
+        yield TorchLaunch(where=where, work=program.collective(step, where), prepare_work=program.prepare_collective(step))
 
     def _plan_messages(self, step: SendReceive, where: Where) -> Iterator[Launch]:
         yield self._operations(where, (self._program.progress_word(where),))
@@ -228,8 +229,8 @@ class LaunchPlan:
         if src.size == 0:
             return
         to_output = self._program.schedule.buffer[dst.buffer].kind == "output"
-        copy = self._program.copier(src, dst)
-        yield CopyLaunch(where=where, src=src, dst=dst, copy=copy, to_output=to_output)
+        copy, prepare = self._program.copier(src, dst), self._program.prepare_copy(src, dst)
+        yield CopyLaunch(where=where, src=src, dst=dst, copy=copy, prepare_copy=prepare, to_output=to_output)
 
     def _plan_kernel(self, kernel: StepKernel, where: Where) -> Iterator[Launch]:
         """Yield the launches of a step that runs as a kernel.
@@ -264,8 +265,9 @@ class LaunchPlan:
             if group[0].inner:
                 yield from self._plan_slices(step, group[0], where, passed, turn)
             else:
-                work = partial(Product(step, group).multiply, where.lane)
-                yield TorchLaunch(where=where, stage=stage_after_waits(turn), work=work)
+                product, stage = Product(step, group), stage_after_waits(turn)
+                work, prepare = partial(product.multiply, where.lane), partial(product.prepare, where.lane)
+                yield TorchLaunch(where=where, stage=stage, work=work, prepare_work=prepare)
             turn += len(group) + len(group[0].inner)
             if group[-1].count is not None:
                 yield from _set_stage(stage_after_waits(turn - 1), [self._signal_flag(group[-1].count, where)])

@@ -1,16 +1,17 @@
-"""A Launch enqueues one thing on a lane. Launches are prepared once, and each call issues them with its own tensors.
+"""A Launch enqueues one thing on a lane. A plan of launches is made once, and each call issues them with its own tensors.
 
 FlagOperations     waits for flags and writes of flags, at addresses that never change
 CopyLaunch         one copy between two regions
 KernelLaunch       a step as one kernel
 TorchLaunch        work of torch or of a library: matmuls and sums without a kernel of weft, collectives, messages
 
-A lane is a stream on a GPU, and a thread on CPUs. Both issue the same launches.
+A lane is a stream on a GPU, and a thread on CPUs. Both issue the same launches. For calls whose tensors have one layout, a
+launch can be prepared further (`prepare`): then a call only fills in addresses (weft.runtime.straight).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -22,7 +23,25 @@ from weft.core.schedule import Region
 from weft.runtime.bindings import Bindings, Where
 
 if TYPE_CHECKING:
+    from weft.runtime.call_tensors import CallTensors, Issue
+    from weft.runtime.products import Products
     from weft.runtime.step_kernels import StepKernel
+
+
+class NotPreparedError(Exception):
+    """A launch cannot be prepared, so that it must find the tensors of each call itself."""
+
+
+def in_turn(found: Sequence[Issue]) -> Issue:
+    """Return a function that calls these in turn."""
+    if len(found) == 1:
+        return found[0]
+
+    def run(stream: int) -> None:
+        for issue in found:
+            issue(stream)
+
+    return run
 
 
 class FactorScales(NamedTuple):
@@ -55,6 +74,7 @@ class IssuedCall:
     loads: the call is captured and never replayed, which loads its kernels.
     skips_outputs: the call must not write the caller's outputs, as in the rehearsal of a call that may work in place.
     matmuls: the function that multiplies, by lane.
+    products: the products of each lane, for calls that are prepared.
     on_kernel_done: called with each kernel that has ended, on devices where a launch returns when its kernel has ended.
     """
 
@@ -63,6 +83,7 @@ class IssuedCall:
     loads: bool = False
     skips_outputs: bool = False
     matmuls: Mapping[str, Matmul] = field(default_factory=dict)
+    products: Mapping[str, Products] = field(default_factory=dict)
     on_kernel_done: Callable[[StepKernel], None] | None = None
 
 
@@ -82,6 +103,14 @@ class Launch:
     def issue(self, call: IssuedCall, stream: int) -> None:
         """Enqueue this launch on `stream`."""
         raise NotImplementedError
+
+    def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
+        """Return a function that enqueues this launch, on a stream, for the tensors that `tensors` holds by then.
+
+        call: the first such call, which is over. It was no rehearsal. Its bindings are those of `tensors`.
+        Raises NotPreparedError if only `issue` can find the tensors.
+        """
+        raise NotPreparedError("only `issue` enqueues it")
 
 
 class FlagSubmitter(Protocol):
@@ -112,7 +141,7 @@ class FlagOperations(Launch):
     submitter: FlagSubmitter | None = field(default=None, compare=False, repr=False)
     _submit: Callable[[int], None] | None = field(default=None, init=False, compare=False, repr=False)
 
-    def prepare(self) -> Callable[[int], None]:
+    def load(self) -> Callable[[int], None]:
         """Make the function that `issue` calls. This loads a kernel if a kernel does the operations."""
         if self._submit is None:
             assert self.submitter is not None, "flag operations of no program"
@@ -120,7 +149,7 @@ class FlagOperations(Launch):
         return self._submit
 
     def issue(self, call: IssuedCall, stream: int) -> None:
-        submit = self._submit or self.prepare()
+        submit = self._submit or self.load()
         if call.rehearses:
             return
         if self.aside:
@@ -128,12 +157,21 @@ class FlagOperations(Launch):
             stream = self.submitter.aside(stream)
         submit(stream)
 
+    def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
+        submit = self.load()
+        if not self.aside:
+            return submit
+        assert self.submitter is not None
+        aside = self.submitter.aside
+        return lambda stream: submit(aside(stream))
+
 
 @dataclass(kw_only=True, slots=True)
 class CopyLaunch(Launch):
     """A CopyLaunch copies one region to another.
 
     copy: the device's copy function.
+    prepare_copy: returns the same copy for calls of one layout.
     to_output: whether dst is an output of the caller.
     """
 
@@ -142,10 +180,14 @@ class CopyLaunch(Launch):
     dst: Region
     copy: Callable[[Bindings, int], None]
     to_output: bool
+    prepare_copy: Callable[[CallTensors], Issue] | None = None
 
     def issue(self, call: IssuedCall, stream: int) -> None:
         if not (self.to_output and call.skips_outputs):
             self.copy(call.bindings, stream)
+
+    def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
+        return Launch.prepare(self, call, tensors) if self.prepare_copy is None else self.prepare_copy(tensors)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -165,12 +207,22 @@ class KernelLaunch(Launch):
         if call.on_kernel_done is not None:
             call.on_kernel_done(self.kernel)
 
+    def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
+        return self.kernel.prepare(tensors, tries=self.tries, sms=self.sms)
+
 
 @dataclass(kw_only=True, slots=True)
 class TorchLaunch(Launch):
-    """A TorchLaunch runs work of torch, or of a library, on torch's current stream."""
+    """A TorchLaunch runs work of torch, or of a library, on torch's current stream.
+
+    prepare_work: returns the same work for calls of one layout.
+    """
 
     work: Callable[[IssuedCall], None]
+    prepare_work: Callable[[IssuedCall, CallTensors], Issue] | None = None
 
     def issue(self, call: IssuedCall, stream: int) -> None:
         self.work(call)
+
+    def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
+        return Launch.prepare(self, call, tensors) if self.prepare_work is None else self.prepare_work(call, tensors)

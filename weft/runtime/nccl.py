@@ -30,16 +30,13 @@ class NcclCollective:
 
     @cached_property
     def whole(self) -> Callable[[torch.Tensor, torch.Tensor], None] | None:
-        """The function (src, dst) that enqueues the collective on contiguous matrices of equal parts, without any check. None
+        """The function (dst, src) that enqueues the collective on contiguous matrices of equal parts, without any check. None
         for exchanges and unequal parts."""
-        flat = self._flat
         if self._step.op == "all_reduce":
-            return self._plain
-        if not self._even:
-            return None
-        if self._step.op == "all_gather":
-            return lambda src, dst: flat.all_gather(dst, src)
-        return (lambda src, dst: flat.reduce_scatter(dst, src)) if self._step.op == "reduce_scatter" else None
+            return lambda dst, src: self._plain(src, dst)
+        return {"all_gather": self._flat.all_gather, "reduce_scatter": self._flat.reduce_scatter}.get(
+            self._step.op if self._even else ""
+        )
 
     def run(self, src: torch.Tensor, dst: torch.Tensor) -> None:
         """Enqueue the collective on torch's current stream."""

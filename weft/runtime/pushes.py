@@ -43,7 +43,7 @@ class FusedPush(StepKernel):
         super().__init__(where)
         self._step, self._device, self._flags = step, device, flags
         self._source = step.source
-        self._launcher = make_launcher()
+        self.launched_by = make_launcher()
         self._tables: dict[tuple[int, ...], list[PushTables]] = {}
 
     def lay_out(self, bindings: Bindings) -> None:
@@ -51,7 +51,7 @@ class FusedPush(StepKernel):
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         for base, plan in self.tables_for(bindings):
-            push(plan, sms=sms, silent=silent, src_base=base, launched_by=self._launcher, stream=stream)
+            push(plan, sms=sms, silent=silent, src_base=base, launched_by=self.launched_by, stream=stream)
 
     def tables_for(self, bindings: Bindings) -> list[tuple[int, PushTables]]:
         """Return the base address of the sources and the tables for each launch.

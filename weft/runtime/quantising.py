@@ -18,7 +18,7 @@ class QuantisingPush(StepKernel):
 
     def __init__(self, step: Push, where: Where, program: BoundProgram) -> None:
         super().__init__(where)
-        self._step, self._program, self._launcher = step, program, make_launcher()
+        self._step, self._program, self.launched_by = step, program, make_launcher()
         self._alone = where.lane == "compute"
         """True if no other kernel runs concurrently, so that this one can use all SMs."""
         self._targets = list(dict.fromkeys((part.dst.buffer, part.dst.rank) for part in step.parts))
@@ -32,7 +32,7 @@ class QuantisingPush(StepKernel):
         plan = self._make_tables(bindings)
         if self._alone:
             sms = self._program.blocks
-        quantise(plan, source, sms=sms, silent=silent, launched_by=self._launcher, stream=stream)
+        quantise(plan, source, sms=sms, silent=silent, launched_by=self.launched_by, stream=stream)
 
     def _make_tables(self, bindings: Bindings) -> QuantiseTables:
         """Return the tables. On a CPU, symmetric memory may grow and move, and then they are made again."""

@@ -29,11 +29,14 @@ from weft.core.schedule import (
     waits,
 )
 from weft.runtime.bindings import Bindings, Where
+from weft.runtime.launches import NotPreparedError, in_turn
 
 if TYPE_CHECKING:
     import torch
 
+    from weft.kernels.launch import Launcher
     from weft.runtime.bound import BoundProgram
+    from weft.runtime.call_tensors import CallTensors, Issue
 
 Place = tuple[str, int]
 """The place of a step of a rank: the lane's name, and the position in the lane."""
@@ -62,6 +65,8 @@ class StepKernel:
     """True if the kernel itself waits for the gates of this call. The launch plan lowers them after the kernel."""
     manages_own_flags = False
     """True if the kernel keeps its flags in words of its own, and raises, waits for and lowers them itself."""
+    launched_by: Launcher | None = None
+    """What launches the kernel. None if its launches cannot be prepared."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
@@ -83,6 +88,23 @@ class StepKernel:
         stream: by default torch's current stream.
         """
         raise NotImplementedError
+
+    def prepare(self, tensors: CallTensors, *, tries: int, sms: int) -> Issue:
+        """Return a function that launches the kernel for calls of one layout.
+
+        Raises NotPreparedError if only `launch` can do it: if the kernel has no `launched_by`, or if its tables change.
+        """
+        if self.launched_by is None or not self.has_fixed_tables(tensors.bindings):
+            raise NotPreparedError(f"{self.where}: its arguments are not all known")
+        launches = self.launched_by.record(lambda: self.launch(tensors.bindings, silent=False, tries=tries, sms=sms))
+        found = [one for one in (launch.prepare(tensors) for launch in launches) if one is not None]
+        if len(found) < len(launches):
+            raise NotPreparedError(f"{self.where}: a kernel was not launched with such arguments before")
+        return in_turn(found)
+
+    def has_fixed_tables(self, bindings: Bindings) -> bool:
+        """Return whether no table of the kernel contains addresses of the caller's memory."""
+        return True
 
     def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
         """Raise WaitTimeout if a wait of the last launch ended without its flag. describe: returns who signals a flag."""

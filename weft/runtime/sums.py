@@ -49,6 +49,7 @@ class FusedSum(StepKernel):
         self._device, self.step = device, step
         (self._part,) = step.parts
         self._sms, self._dtype, self._launcher = problem.sms, getattr(torch, problem.dtype), make_launcher()
+        self.launched_by = self._launcher
         self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
         self._table: tuple[tuple[int, ...], RunTable] | None = None
 
