@@ -44,16 +44,16 @@ from weft.models.communicating import LayerCalls
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import (
     ProductSettings,
+    call_of_columns,
+    call_of_rows,
     columns,
     ops_of_columns,
     ops_of_rows,
-    product_of_columns,
-    product_of_rows,
     rows,
     with_biases,
 )
 from weft.models.quantised import QuantisedWeight, kind_of
-from weft.models.repeated import RepeatedProduct
+from weft.models.repeated import Call, RepeatedProduct
 from weft.ops.parts import gathered
 
 Tensor = torch.Tensor
@@ -169,18 +169,23 @@ class SharedInputLinears:
         eager, dim = not torch.compiler.is_compiling(), self.tokens.dim
         self.tokens.check()
         biases = [get_bias(member, eager) for member in members]
-        if eager and (outs := self.repeated.again(x, members, dim, total)) is not None:
-            return with_biases(outs, biases)
+        if eager and total is not None and self.settings.float8 is None and "_weft_kind" not in members[0].__dict__:
+            outs = self.repeated.multiply(x, members, self._call_of, dim, total)
+            if outs is not None:
+                return with_biases(outs, biases)
         weights: list[Any] = [get_weight(member, eager) for member in members]
+        self._record(x, dim, total, eager)
+        multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
         group = group_of(members[0], eager=eager)
+        return multiply(x, weights, biases, group, self.settings, dim=dim, total=total)
+
+    def _call_of(self, x: Tensor, factors: Sequence[Tensor], dim: int, total: int) -> Call:
+        self._record(x, dim, total, eager=True)
+        return call_of_columns(x, factors, group_of(self.members[0], eager=True), self.settings, dim=dim, total=total)
+
+    def _record(self, x: Tensor, dim: int, total: int | None, eager: bool) -> None:
         if not eager or self.ran.is_new(x.shape, dim, total, x.requires_grad, torch.is_grad_enabled()):
             self.ran.record(ops_of_columns(x, total), count_rows(x, dim, total), eager=eager)
-        is_plain = not isinstance(weights[0], QuantisedWeight)
-        products = (columns if is_plain else quantised.columns)(x, weights, biases, group, self.settings, dim=dim, total=total)
-        if eager and is_plain and total is not None and self.settings.float8 is None:
-            product = product_of_columns(x, weights, group, self.settings, dim=dim, total=total)
-            self.repeated.remember(x, members, dim, total, of=product)
-        return products
 
 
 class ColumnLinear(nn.Linear):
@@ -201,21 +206,26 @@ class RowLinear(nn.Linear):
     _weft_repeated: RepeatedProduct
 
     def forward(self, input: Tensor) -> Tensor:
-        eager, tokens, repeated = not torch.compiler.is_compiling(), self._weft_tokens, self._weft_repeated
+        eager, tokens, settings = not torch.compiler.is_compiling(), self._weft_tokens, self._weft_settings
         tokens.check()
         scatter, dim = tokens.total is not None, tokens.dim
         bias = get_bias(self, eager, summed=scatter)
-        if eager and scatter and (out := repeated.again(input, (self,), dim)) is not None:
-            return with_biases([out], [bias])[0]
+        if eager and scatter and settings.float8 is None and "_weft_kind" not in self.__dict__:
+            out = self._weft_repeated.multiply(input, (self,), self._call_of, dim)
+            if out is not None:
+                return with_biases([out], [bias])[0]
         weight: Any = get_weight(self, eager)
-        group = group_of(self, eager=eager)
-        if not eager or self._weft_ran.is_new(input.shape, scatter, torch.is_grad_enabled()):
-            self._weft_ran.record(ops_of_rows(scatter), count_rows(input, 0, None), eager=eager)
-        is_plain, settings = not isinstance(weight, QuantisedWeight), self._weft_settings
-        product = (rows if is_plain else quantised.rows)(input, weight, bias, group, settings, dim=dim, scatter=scatter)
-        if eager and is_plain and scatter and settings.float8 is None:
-            repeated.remember(input, (self,), dim, of=product_of_rows(input, weight, group, settings, dim=dim))
-        return product
+        self._record(input, scatter, eager)
+        multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
+        return multiply(input, weight, bias, group_of(self, eager=eager), settings, dim=dim, scatter=scatter)
+
+    def _call_of(self, x: Tensor, factors: Sequence[Tensor], dim: int) -> Call:
+        self._record(x, True, eager=True)
+        return call_of_rows(x, factors[0], group_of(self, eager=True), self._weft_settings, dim=dim)
+
+    def _record(self, x: Tensor, scatter: bool, eager: bool) -> None:
+        if not eager or self._weft_ran.is_new(x.shape, scatter, torch.is_grad_enabled()):
+            self._weft_ran.record(ops_of_rows(scatter), count_rows(x, 0, None), eager=eager)
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:

@@ -82,9 +82,10 @@ class ModuleParameter:
             run_first(self._part.grad_fn)
         return self._part
 
-    @property
-    def transposed(self) -> Tensor:
-        """The transpose of this rank's part of a matrix, outside of autograd."""
+    def transposed(self, parameter: Tensor) -> Tensor:
+        """Return the transpose of this rank's part of a matrix, outside of autograd. parameter: the module's parameter now."""
+        if parameter is not self._parameter or local_tensor_of(parameter) is not self._memory:
+            self._look_up(parameter)
         if self._transposed is None:
             self._transposed = cast(Tensor, self._plain).t()
         return self._transposed

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from weft import schedules
 from weft.core.problem import Op
+from weft.models.repeated import Call
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.column_parallel import column_parallel_linears
 from weft.ops.common import choose_backward_schedule
@@ -84,27 +85,23 @@ def with_biases(outs: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list
     return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
 
 
-Product = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""A call of an operator: the operator, its arguments and its options."""
-
-
-def product_of_columns(
-    x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, settings: ProductSettings, *, dim: int, total: int
-) -> Product:
-    """Return the call of all_gather_matmul that `columns` makes."""
+def call_of_columns(
+    x: Tensor, factors: Sequence[Tensor], group: dist.ProcessGroup, settings: ProductSettings, *, dim: int, total: int
+) -> Call:
+    """Return the call that `columns` makes for a part of the tokens. factors: the transposes [K, n] of the weights."""
     options = {
         "schedule": settings.of("all_gather_matmul"),
         "gather_dim": dim,
         "rows": total,
         "keep_gathered": settings.keep_gathered,
     }
-    return all_gather_matmul, (x, [weight.t() for weight in weights], group), options
+    return all_gather_matmul, (x, list(factors), group), options
 
 
-def product_of_rows(x: Tensor, weight: Tensor, group: dist.ProcessGroup, settings: ProductSettings, *, dim: int) -> Product:
-    """Return the call of matmul_reduce_scatter that `rows` makes."""
+def call_of_rows(x: Tensor, factor: Tensor, group: dist.ProcessGroup, settings: ProductSettings, *, dim: int) -> Call:
+    """Return the call that `rows` makes to scatter tokens. factor: the transpose [k, N] of the weight."""
     options = {"schedule": settings.of("matmul_reduce_scatter"), "scatter_dim": dim}
-    return matmul_reduce_scatter, (x, weight.t(), group), options
+    return matmul_reduce_scatter, (x, factor, group), options
 
 
 def rows(
@@ -130,7 +127,7 @@ def rows(
             matrix = x[None] if x.dim() == 1 else x
             out = matmul_all_reduce(matrix, weight.t(), group, schedule=settings.of("matmul_all_reduce"), bias=bias)
             return out[0] if x.dim() == 1 else out
-        operator, arguments, options = product_of_rows(x, weight, group, settings, dim=dim)
+        operator, arguments, options = call_of_rows(x, weight.t(), group, settings, dim=dim)
         out = operator(*arguments, **options)
     return out if bias is None else out + bias.to(out.dtype)
 
@@ -140,7 +137,7 @@ def _columns(
 ) -> list[Tensor]:
     if total is None:
         return _of_whole(x, weights, group, settings)
-    operator, arguments, options = product_of_columns(x, weights, group, settings, dim=dim, total=total)
+    operator, arguments, options = call_of_columns(x, [weight.t() for weight in weights], group, settings, dim=dim, total=total)
     found: list[Tensor] = operator(*arguments, **options)
     return found
 

@@ -23,10 +23,13 @@ from weft.compat.dispatch import autocast_enabled
 from weft.compat.layouts import layout_check
 from weft.compat.thread_state import thread_state
 from weft.models.parameters import ModuleParameter, kept_parameter
-from weft.ops.front import find_remembered, repeat
-from weft.ops.operator import Reading, Recording
-from weft.runtime.bound_call import RememberedCall
+from weft.ops.front import find_remembered, record, repeat
+from weft.ops.operator import Recording
+from weft.runtime.bound_call import PLAIN, RememberedCall
+from weft.runtime.groups import GROUPS
 
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A call of an operator: the operator, its arguments and its options."""
 _MOST = 64
 """The most kinds of calls that one place of a model keeps. With one more it forgets all."""
 
@@ -53,51 +56,59 @@ class RepeatedProduct:
     def __reduce__(self) -> tuple[type[RepeatedProduct], tuple[()]]:
         return RepeatedProduct, ()
 
-    def again(self, x: torch.Tensor, linears: Sequence[nn.Module], *where: Any) -> Any:
-        """Make the call, and return what the operator returns. Return None if no such call is known.
+    def multiply(self, x: torch.Tensor, linears: Sequence[nn.Module], make: Callable[..., Call], *where: Any) -> Any:
+        """Return what the operator returns. Return None if it must be called in another way. It is for eager calls.
 
+        make: returns the operator's call, given x, the factors [K, n] and `where`.
         where: what else may differ between the calls of this place.
         """
         state = thread_state(x.dtype)
-        call = self._calls.get((x.shape, where, state))
-        if call is None:
-            return None
-        check, find, recording = call
-        parameters, given = [x], [x]
+        tensors, given = [x], [x]
         for linear in linears:
             parameter = linear._parameters.get("weight")
-            kept = kept_parameter(linear, "weight")
-            if parameter is None or not kept.is_of(parameter):
+            if parameter is None:  # a parametrization computes it
                 return None
-            parameters.append(parameter)
-            given.append(kept.transposed)
-        known = find()
-        if known is None or not check(*parameters):
-            return None
-        return repeat(known, recording, parameters, given)
+            tensors.append(parameter)
+            given.append(kept_parameter(linear, "weight").transposed(parameter))
+        call = self._calls.get((x.shape, where, state))
+        if call is not None:
+            check, find, recording = call
+            known = find()
+            if known is not None and check(*tensors) and (made := repeat(known, recording, tensors, given)) is not None:
+                return made
+        return self._begin(state, tensors, given, linears, make, where)
 
-    def remember(
-        self, x: torch.Tensor, linears: Sequence[nn.Module], *where: Any, of: tuple[Any, tuple[Any, ...], dict[str, Any]]
-    ) -> None:
-        """Remember a call that was just made. of: the operator, its arguments and its options."""
-        state, known = thread_state(x.dtype), find_remembered(*of)
-        if state is None or known is None or autocast_enabled():  # autocast multiplies copies
-            return
-        parameters = [x]
-        for linear in linears:
-            parameter = linear._parameters.get("weight")
-            if parameter is None or not kept_parameter(linear, "weight").is_of(parameter):
-                return
-            parameters.append(parameter)
-        recording, check = known.recording, layout_check(parameters)
-        if check is None or (recording is None and known.bound is None):
-            return
-        if recording is not None:
-            if recording.reads is None and any(known.request.reads):  # it reads a copy of x
-                return
-            reads: list[Reading | None] = [recording.reads[0] if recording.reads else None]
-            reads += [_Transposed(kept_parameter(linear, "weight")) for linear in linears]
-            recording = Recording(recording.operator, recording.places, recording.options, reads, recording.view)
+    def _begin(
+        self,
+        state: tuple[Any, ...] | None,
+        tensors: Sequence[Any],
+        given: Sequence[torch.Tensor],
+        linears: Sequence[nn.Module],
+        make: Callable[..., Call],
+        where: tuple[Any, ...],
+    ) -> Any:
+        """Make a call for the first time, and keep what `multiply` needs."""
+        x, check = given[0], layout_check(tensors)
+        if state is None or check is None or autocast_enabled() or type(x) not in PLAIN:  # autocast multiplies copies
+            return None
+        recording: Recording | None = None
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
+            weights = [_Transposed(kept_parameter(linear, "weight")) for linear in linears]
+            # An operator asks whether its factors require gradients.
+            factors = [kept_parameter(linear, "weight").part(one).t() for linear, one in zip(linears, tensors[1:], strict=True)]
+            found = record(*make(x, factors, *where), tensors, given, weights)
+            if found is None:
+                return None
+            result, known, recording = found
+            # The table drops it when its program is closed.
+            GROUPS.remembered.add((id(self), where, *state, x.shape), tensors, known)
+        else:
+            operator, arguments, options = make(x, given[1:], *where)
+            result, last = operator(*arguments, **options), find_remembered(operator, arguments, options)
+            if last is None or last.bound is None:
+                return result
+            known = last
         if len(self._calls) >= _MOST:
             self._calls.clear()
         self._calls[x.shape, where, state] = check, ref(known), recording
+        return result

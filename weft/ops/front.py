@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from weft.compat.c10d import LIVING_GROUPS
+from weft.compat.dispatch import observed
 from weft.core.schedule import Schedule
 from weft.ops.common import publish_error_instead
 from weft.ops.operator import LibraryOperator, Places, Reading, Recording, flatten, unflatten
@@ -126,7 +127,32 @@ def find_remembered(function: Any, arguments: Sequence[Any], options: dict[str, 
     return GROUPS.remembered.find(key, values, [])[1]
 
 
-def repeat(known: RememberedCall, recording: Recording | None, tensors: list[Any], given: list[torch.Tensor]) -> Any:
+def record(
+    function: Any,
+    arguments: Sequence[Any],
+    options: dict[str, Any],
+    tensors: Sequence[Any],
+    given: Sequence[torch.Tensor],
+    reads: Sequence[Reading | None],
+) -> tuple[Any, RememberedCall, Recording] | None:
+    """Make a call of a public operator that autograd records, whose node takes other tensors than the operator.
+
+    tensors, given: as for Recording.apply: the first of the operator's tensors, and what `reads` can read as the others.
+
+    Returns what the operator returns, and what `repeat` takes. Returns None without a call if the operator reads a copy.
+    """
+    request: OperatorRequest = function.__wrapped__(*arguments, **options)
+    places, flat = flatten(request.tensors)
+    recording = _recording_of(request, places, flat, flatten(request.read(request.tensors))[1])
+    if recording.reads is None and any(request.reads):
+        return None
+    reads = [recording.reads[0] if recording.reads else None, *reads]
+    recording = Recording(request.operator, places, request.options, reads, request.view)
+    known = RememberedCall(request.group or dist.group.WORLD, request=request._replace(tensors=(), group=None))
+    return repeat(known, recording, tensors, given), known, recording
+
+
+def repeat(known: RememberedCall, recording: Recording | None, tensors: Sequence[Any], given: Sequence[torch.Tensor]) -> Any:
     """Make a remembered call, and return what the public function returns. Return None if it has to be made in another way.
 
     recording: the Recording of the call, if autograd records it.
@@ -158,19 +184,28 @@ def _run(
     options: dict[str, Any],
 ) -> Any:
     """Run an OperatorRequest, and remember it for calls with the same identity. tensors: those of the call."""
-    given = request.read(request.tensors)
-    results, bound, picks = request.operator.compute(given, request.options, tensors)
+    given, known = request.read(request.tensors), RememberedCall()
     group = request.group or dist.group.WORLD
     places, flat = flatten(request.tensors)
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
     if identity is not None and group is not None and all(id(one) in numbers for one in flat):
         values = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
         template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]), group=None)
-        made = RememberedCall(group, bound, picks, values, template, request.view)
-        if request.operator.is_recorded(given):
-            made.recording = _recording_of(request, places, flat, flatten(given)[1])
-        GROUPS.remembered.add(identity, tensors, made)
-    return request.finish(results)
+        known = RememberedCall(group, values=values, request=template)
+    if request.operator.is_recorded(given) and not observed():
+        # Later calls are recorded in the same way: a checkpoint compares what two calls save for the backward.
+        read = flatten(given)[1]
+        known.recording = recording = _recording_of(request, places, flat, read)
+        copies = recording.reads is None and any(request.reads)
+        results = recording.apply(known, read if copies else flat)
+        results = request.finish(results) if copies else results if request.after is None else request.after(results)
+    else:
+        results, bound, picks = request.operator.compute(given, request.options, tensors)
+        known.keep(bound, picks, request.view)
+        results = request.finish(results)
+    if identity is not None and known.request is not None:
+        GROUPS.remembered.add(identity, tensors, known)
+    return results
 
 
 def _recording_of(

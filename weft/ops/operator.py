@@ -295,13 +295,15 @@ class Recording:
         apply = self.operator.function.apply if known is None else self.operator.apply
         return apply(self, known, tensors if given is None else given, *tensors)
 
-    def compute(self, known: RememberedCall | None, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Compute a call without a BoundCall that makes it, and return its results."""
-        tensors = unflatten(self.places, self._read(given, self.reads))
+    def compute(
+        self, known: RememberedCall | None, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Compute a call without a BoundCall that makes it, and return its results. The arguments are as for `apply`."""
+        read = unflatten(self.places, self._read(tensors, self.reads))
         if known is None:
-            found = self.operator.forward(*tensors, *self.options)
+            found = self.operator.forward(*read, *self.options)
         else:
-            found, bound, picks = self.operator.compute_plain(tensors, self.options, given)
+            found, bound, picks = self.operator.compute_plain(read, self.options, given)
             known.keep(bound, picks, self.view)
         found = [found] if self.operator.single else found
         return found if self.view is None else [self.view.restore(one) for one in found]
@@ -393,7 +395,7 @@ class _Recorded(torch.autograd.Function):
             if known.view is not None:
                 results = [known.view.restore(one) for one in results]
         else:
-            results = recording.compute(known, given)
+            results = recording.compute(known, tensors, given)
         recording.save(ctx, tensors, results)
         return results[0] if recording.operator.single else tuple(results)
 
