@@ -7,6 +7,7 @@ import gc
 import inspect
 import struct
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -127,14 +128,15 @@ class World:
             found.append(torch.rand(before + rows * cols, dtype=self.ranks[rank].dtype)[before:].view(rows, cols))
         return {"a": [found[0]], "b": [found[1]]}, {"out": [found[2].fill_(torch.nan)]}
 
-    def call(self) -> None:
-        """A call of every rank with tensors at new addresses."""
+    def call(self, *, batched: bool = False) -> None:
+        """A call of every rank with tensors at new addresses. batched: a and the output have three dimensions."""
         self.calls = [self.tensors(rank, 4 * (1 + rank)) for rank in range(len(self.ranks))]
         for _ in self.ranks:  # what waits for a rank that is enqueued later is right at the second time
             for rank, straight in enumerate(self.straights):
                 self.ranks[rank].driver.log.clear()
                 inputs, outputs = self.calls[rank]
-                straight.issue([*inputs["a"], *inputs["b"], *outputs["out"]], STREAM)
+                (a,), (b,), (out,) = inputs["a"], inputs["b"], outputs["out"]
+                straight.issue([a[None], b, out[None]] if batched else [a, b, out], STREAM)
 
     def expect(self) -> None:
         parts = [inputs["a"][0] for inputs, _ in self.calls]
@@ -169,6 +171,13 @@ def test_calls_at_other_addresses_are_right(world: World) -> None:
     for _ in range(2):
         world.call()
         world.expect()
+
+
+def test_tensors_of_a_call_may_have_more_dimensions_than_matrices(world: World) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch resizes an output of another shape
+        world.call(batched=True)
+    world.expect()
 
 
 def test_the_flags_of_all_launches_are_waited_for_and_raised_in_order(world: World) -> None:
@@ -252,8 +261,9 @@ def test_a_collective_and_a_product_are_prepared(monkeypatch: pytest.MonkeyPatch
         torch.cat(parts, out=dst)
 
     monkeypatch.setattr(SequentialRank, "gathers", staticmethod(gathers), raising=False)
-    world.call()
-    world.expect()
+    for batched in (False, True):
+        world.call(batched=batched)
+        world.expect()
     assert not any(straight._tensors.binds for straight in world.straights)
     inputs, outputs = world.calls[0]
     found = frames(partial(world.straights[0].issue, [*inputs["a"], *inputs["b"], *outputs["out"]], STREAM))

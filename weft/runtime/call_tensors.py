@@ -44,9 +44,9 @@ class CallTensors:
         self._count, self._shapes = len(matrices), [one.shape for one in matrices]
         self._within: list[tuple[int, int, int]] = []
         """For each address after those of the matrices: its number, that of its matrix, and its distance in bytes."""
-        self._moving: list[tuple[int, int, Sequence[int] | None, Sequence[int], int]] = []
-        """For each view of a matrix of the caller: its number, that of the matrix, its size, its strides, and the number of
-        elements before it. The size is None if it is the matrix itself."""
+        self._moving: list[tuple[int, int, bool, Sequence[int], Sequence[int], int]] = []
+        """For each view of a matrix of the caller: its number, that of the matrix, whether it is the whole matrix, its size,
+        its strides, and the number of elements before it."""
         self._slots: list[tuple[dict[Any, Any], Any, list[Any], range]] = []
         """For each name of tensors: the part of the bindings and the key that hold them, the columns of each tensor of a
         buffer, and the numbers of the tensors."""
@@ -91,7 +91,7 @@ class CallTensors:
             elements = (part.data_ptr() - self.addresses[number]) // part.element_size()
             # One row may be a vector in later calls.
             whole = elements == 0 and (part.shape, part.stride()) == (matrix.shape, matrix.stride()) and len(part) > 1
-            self._moving.append((at, number, None if whole else part.shape, part.stride(), elements))
+            self._moving.append((at, number, whole, part.shape, part.stride(), elements))
         return at
 
     def _matrix_at(self, address: int) -> int | None:
@@ -106,14 +106,19 @@ class CallTensors:
         return found[0] if found else None
 
     def hold(self, matrices: Sequence[torch.Tensor]) -> None:
-        """Take the tensors of the next call. matrices: its inputs and outputs in the order of those of the constructor."""
+        """Take the tensors of the next call.
+
+        matrices: its inputs and outputs in the order of those of the constructor. They have the same memory layout, in any
+            number of dimensions.
+        """
         addresses, views = self.addresses, self.views
         addresses[: self._count] = map(_address_of, matrices)
         for at, number, distance in self._within:
             addresses[at] = addresses[number] + distance
-        for at, number, size, strides, before in self._moving:
+        for at, number, whole, size, strides, before in self._moving:
             one = matrices[number]
-            views[at] = one if size is None else one.as_strided(size, strides, one.storage_offset() + before)
+            # The caller's tensor may have more dimensions than the matrix of its rows.
+            views[at] = one if whole and one.dim() == 2 else one.as_strided(size, strides, one.storage_offset() + before)
         if self.binds:
             self._bind(matrices)
 
