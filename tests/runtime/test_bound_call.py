@@ -70,13 +70,11 @@ class Warm:
         monkeypatch.setattr(bound_call, "raw_stream", lambda index: self.stream)
         monkeypatch.setattr(bound_call, "replay_graph", lambda graph: self.log.append(graph))
         self.known = KnownCall(number=NUMBER, program=self.program)
-        self.bound = BoundCall(self.known, self.program, (0, 1), (), [Output(cast(Any, self), self.out.shape, True)])
+        self.bound = BoundCall(
+            self.known, self.program, (0, 1), (), [Output(lambda: self.outs[0], self.out, self.out.shape, True)]
+        )
         self.outs = [self.out]
         self.capture()
-
-    def new_empty(self, shape: torch.Size) -> torch.Tensor:
-        """What stands for the allocator."""
-        return self.outs[0]
 
     def capture(self) -> None:
         """Let there be a graph for a, b and the present `out`."""

@@ -1,4 +1,4 @@
-"""This module compares the layouts of tensors with those of earlier ones, in one call of torch.
+"""This module compares the layouts of tensors with those of earlier ones, and allocates tensors, in one call of torch each.
 
 torch.compile guards its graphs in the same way. Reading and comparing shapes, strides, dtypes and devices one by one takes
 several times as long.
@@ -7,12 +7,16 @@ several times as long.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo.guards import TensorGuards, _empty_strided_cpu, _empty_strided_cuda
 
 from weft.compat.dispatch import observed, traced_graph
+
+address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+"""Returns the address of a tensor's first element."""
 
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
@@ -33,3 +37,17 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
     found: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     return found
+
+
+def make_empty(shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return a function that allocates a contiguous tensor of this shape, with the dtype of another one on its device.
+
+    It skips torch's dispatcher, and takes a third of the time of torch.empty. The device must be the current one, and no mode
+    may observe the thread.
+    """
+    strides, step = list[int](), 1
+    for extent in reversed(shape):
+        strides.insert(0, step)
+        step *= max(extent, 1)
+    allocate = _empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    return partial(allocate, tuple(shape), tuple(strides), like.dtype)

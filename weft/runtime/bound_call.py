@@ -27,7 +27,7 @@ import torch.distributed as dist
 from weft.compat.c10d import LIVING_GROUPS
 from weft.compat.device import current_device
 from weft.compat.dispatch import without_inference_mode
-from weft.compat.layouts import layout_check
+from weft.compat.layouts import address_of, layout_check, make_empty
 from weft.compat.storages import reference_of
 from weft.compat.streams import capturing, raw_stream, replay_graph
 from weft.compat.thread_state import thread_state
@@ -175,13 +175,20 @@ class RememberedCalls:
 class Output(NamedTuple):
     """An Output is a matrix that each call allocates.
 
-    like: an empty tensor of its dtype on its device, whose `new_empty` takes less time than torch.empty.
+    make: allocates it.
+    like: an empty tensor of its dtype on its device.
+    shape: its shape.
     floats: whether a failure makes it NaN.
     """
 
+    make: Callable[[], torch.Tensor]
     like: torch.Tensor
     shape: torch.Size
     floats: bool
+
+    @classmethod
+    def of(cls, like: torch.Tensor, shape: torch.Size) -> Output:
+        return cls(make_empty(shape, like), like, shape, like.is_floating_point())
 
 
 class BoundCall:
@@ -258,7 +265,7 @@ class BoundCall:
     def of_shape(self, extents: Sequence[int]) -> BoundCall:
         """Return a BoundCall like this one whose outputs have these extents in place of their rows."""
         made = copy(self)
-        made._outputs = [one._replace(shape=torch.Size((*extents, one.shape[-1]))) for one in self._outputs]
+        made._outputs = [Output.of(one.like, torch.Size((*extents, one.shape[-1]))) for one in self._outputs]
         return made
 
     @property
@@ -286,19 +293,17 @@ class BoundCall:
             outputs = self._allocate() if torch.is_inference_mode_enabled() else None
             if outputs is None:
                 outputs = []
-                for like, shape, _ in self._outputs:
-                    outputs.append(like.new_empty(shape))
-            addresses = []
-            for one in tensors:
-                addresses.append(one.data_ptr())
+                for output in self._outputs:
+                    outputs.append(output.make())
+            addresses = list(map(address_of, tensors))
             key = list(map(addresses.__getitem__, self._places))
             results = []
             for number in self._written:
                 results.append((tensors[number], addresses[number]))
-            for out, (_, _, floats) in zip(outputs, self._outputs, strict=True):
+            for out, output in zip(outputs, self._outputs, strict=True):
                 address = out.data_ptr()
                 key.append(address)
-                if floats:
+                if output.floats:
                     results.append((out, address))
             used = tuple(key)
             captured = self._graphs.get(used)
@@ -350,7 +355,7 @@ class BoundCall:
     def _allocate(self) -> list[torch.Tensor]:
         """Allocate the outputs in inference mode. They are ordinary tensors, as in any other mode."""
         with without_inference_mode():
-            return [like.new_empty(shape) for like, shape, _ in self._outputs]
+            return [output.make() for output in self._outputs]
 
 
 def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch.Tensor]) -> BoundCall | None:
@@ -377,7 +382,7 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     written = [numbers[one.data_ptr()] for one in call.invalidated if one.data_ptr() in numbers]
     if [tensors[number].nbytes for number in written] != [one.nbytes for one in call.invalidated]:
         return None  # only a part of what the call writes becomes NaN
-    kinds = [Output(one.new_empty(0), one.shape, one.is_floating_point()) for one in made]
+    kinds = [Output.of(one.new_empty(0), one.shape) for one in made]
     given = outputs if call.outputs is None else call.outputs
     straight = None
     # With the caller's outputs there is no Straight, because only the slow path checks that they overlap no input. It has

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weft.compat.layouts import address_of
 from weft.runtime.bindings import Bindings
 from weft.runtime.launches import NotPreparedError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 Issue = Callable[[int], None]
 """Enqueues one launch on a stream, for the tensors that its CallTensors holds."""
-_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class CallTensors:
@@ -112,7 +112,7 @@ class CallTensors:
             number of dimensions.
         """
         addresses, views = self.addresses, self.views
-        addresses[: self._count] = map(_address_of, matrices)
+        addresses[: self._count] = map(address_of, matrices)
         for at, number, distance in self._within:
             addresses[at] = addresses[number] + distance
         for at, number, whole, size, strides, before in self._moving:
