@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards, _empty_strided_cpu, _empty_strided_cuda
+from torch._C._dynamo import guards
 
 from weft.compat.dispatch import observed, traced_graph
 
@@ -35,7 +35,7 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         strides: Any = [list(one.stride()) for one in tensors]
     except RuntimeError:  # a nested tensor
         return None
-    found: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    found: Callable[..., bool] = guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
     return found
 
 
@@ -49,5 +49,6 @@ def make_empty(shape: Sequence[int], like: torch.Tensor) -> Callable[[], torch.T
     for extent in reversed(shape):
         strides.insert(0, step)
         step *= max(extent, 1)
-    allocate = _empty_strided_cuda if like.is_cuda else _empty_strided_cpu
+    functions: Any = guards
+    allocate = functions._empty_strided_cuda if like.is_cuda else functions._empty_strided_cpu
     return partial(allocate, tuple(shape), tuple(strides), like.dtype)
