@@ -184,6 +184,22 @@ def test_lookups_load_their_variants_once_all_has_ended(monkeypatch: pytest.Monk
     assert call(torch.int32) == ["load"]
 
 
+@pytest.mark.parametrize(("lanes", "counted"), [(0, 0), (1, 512)])
+def test_temporaries_are_counted_if_several_lanes_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch, lanes: int, counted: int
+) -> None:
+    """A memory pool of temporaries takes host time in each call, and a call with one lane may wait for the allocator."""
+    one = Program(monkeypatch, lanes=lanes)
+    program, resources = one.program, one.program.resources
+    allocated = [0]
+    resources.allocated = lambda: allocated[0]
+    resources.captures.prepare = resources.settle = lambda: None
+    program._prepare_tables = lambda bindings: None
+    program._enqueue = lambda bindings, outputs: allocated.__setitem__(0, 512)
+    CudaProgram._rehearse(program, cast(Any, None))
+    assert program.allocates == counted
+
+
 def test_tables_that_a_rehearsal_makes_are_no_temporaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call would enter a memory pool for them, in which nothing is allocated."""
     one = Program(monkeypatch)

@@ -96,7 +96,7 @@ class CudaProgram(BoundProgram):
     memory: stands for the program's memory and flags in the order of calls.
     uses: what its calls use one after the other.
     replays: its graphs. None if its calls cannot be replayed.
-    allocates: the bytes that torch allocates for temporaries of a call.
+    allocates: the bytes that torch allocates for temporaries of a call with several lanes.
     """
 
     title = ""
@@ -466,7 +466,7 @@ class CudaProgram(BoundProgram):
         spans, self.spans, self._rehearsing = self.spans, None, True
         before = self.resources.allocated()
         self._enqueue(bindings, {})
-        self.allocates = self.resources.allocated() - before
+        self._count_temporaries(before)
         self.spans, self._rehearsing, self._rehearsed = spans, False, True
         self.resources.settle()
 
@@ -488,10 +488,18 @@ class CudaProgram(BoundProgram):
                 self.resources.captures.record(lambda: self._issue(bindings), loads=True)
             finally:
                 self.spans, self._loading = spans, False
-        self.allocates = max(self.allocates, self.resources.allocated() - before)
+        self._count_temporaries(before)
         if len(self._loaded) == _LAYOUTS:
             self._loaded.clear()
         self._loaded.add(layout)
+
+    def _count_temporaries(self, before: int) -> None:
+        """Count what torch has allocated since it had allocated `before` bytes.
+
+        A call with one lane may wait for all streams, because nothing that it waits for is enqueued later.
+        """
+        if self.streams:
+            self.allocates = max(self.allocates, self.resources.allocated() - before)
 
     def _copied(self, inputs: Inputs, outputs: Outputs) -> set[str]:
         """Return the names of the caller's tensors that copies of a call may read or write.

@@ -75,7 +75,7 @@ class Straight:
             tensors.release()
 
     def _enqueue(self, stream: int) -> None:
-        if not self._forks and not self._program.allocates:
+        if not self._forks and not has_graph_trees():
             for _, _, launches in self._batches:
                 for issue in launches:
                     issue(stream)
