@@ -267,7 +267,7 @@ def test_a_collective_and_a_product_are_prepared(monkeypatch: pytest.MonkeyPatch
     assert not any(straight._tensors.binds for straight in world.straights)
     inputs, outputs = world.calls[0]
     found = frames(partial(world.straights[0].issue, [*inputs["a"], *inputs["b"], *outputs["out"]], STREAM))
-    assert len(found) <= 6, found
+    assert len(found) <= 7, found
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
