@@ -95,6 +95,8 @@ def _replaced(change: Callable[[nn.Linear, nn.Linear], None]) -> None:
     alone, model = pair()
     for one, sharded in zip(linears_of(alone), linears_of(model), strict=True):
         change(one, sharded)
+    with torch.no_grad():
+        assert_close(model(mine(INPUT)), mine(alone(INPUT)))
     same(alone, model)
     same(alone, model)
 
