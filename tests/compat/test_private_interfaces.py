@@ -6,6 +6,7 @@ A failure here names what a new version has changed; weft/compat/ is then the on
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +42,11 @@ from weft.compat.c10d import (
 from weft.compat.cublas import carveout, has_carveout, matmul_settings, needs_torch, set_carveout
 from weft.compat.dispatch import (
     NO_BACKWARD,
+    apply_of,
     at_end_of_backward,
     autocast_enabled,
     backward_pass,
+    call_backward_directly,
     forward_mode,
     graph_break,
     has_tangent,
@@ -59,6 +62,7 @@ from weft.compat.dispatch import (
 from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, run_first, spec_of
 from weft.compat.environment import variable
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
+from weft.compat.layouts import layout_check, make_empty
 from weft.compat.mappings import mapped
 from weft.compat.storages import living_storage, reference_of, release_storage, users, weak_storage
 from weft.compat.streams import Driver
@@ -215,14 +219,75 @@ def test_what_an_eager_call_depends_on_is_read_in_one_frame() -> None:
     assert set(found[:1]) == {torch.is_grad_enabled()}
     with torch.no_grad():
         assert thread_state(torch.float32) != found
-    for mode in (_Dispatching(), _Calling(), forward_ad.dual_level()):
+    for mode in (_Calling(), forward_ad.dual_level()):
         with mode:
             assert thread_state(torch.float32) is None
+
+
+def test_layouts_of_tensors_and_what_observes_them_are_compared_in_one_call() -> None:
+    a, b = torch.ones(2, 3), torch.ones(3, 4)
+    check: Any = layout_check([a, b])
+    assert check(torch.zeros(2, 3), b)
+    for other in (
+        torch.ones(3, 2).t(),
+        torch.ones(2, 4),
+        a.double(),
+        a.to("meta"),
+        nn.Parameter(a),
+        a.clone().requires_grad_(),
+    ):
+        assert not check(other, b)
     seen: list[object] = []
+    with _Dispatching():
+        seen += [check(a, b), layout_check([a])]
     trace: Any = torch.jit.trace
-    trace(lambda x: (seen.append(thread_state(x.dtype)), x)[1], (torch.ones(1),), check_trace=False)
-    torch.func.grad(lambda x: (seen.append(thread_state(torch.float32)), x.sum())[1])(torch.ones(1))
-    assert seen == [None, None]
+    trace(lambda x: (seen.append(check(a, b)), seen.append(layout_check([a])), x)[-1], (torch.ones(1),), check_trace=False)
+    torch.func.grad(lambda x: (seen.append(check(a, b)), seen.append(layout_check([a])), x.sum())[-1])(torch.ones(1))
+    with torch.autocast("cpu"):
+        seen.append(check(a, b))
+    with torch.inference_mode():
+        seen.append(check(a, b))
+    assert [bool(one) for one in seen] == [False] * 8
+    assert layout_check([a.to_sparse()]) is layout_check([torch._neg_view(a)]) is None
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (0, 3), (2, 0, 3), (2, 3, 4)])
+def test_tensors_are_allocated_as_by_torch(shape: tuple[int, ...]) -> None:
+    like = torch.ones(0, dtype=torch.bfloat16)
+    made, expected = make_empty(shape, like)(), torch.empty(shape, dtype=torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype, made.device) == (shape, expected.stride(), like.dtype, like.device)
+    assert type(made) is torch.Tensor
+    assert not made.requires_grad
+
+
+def test_a_function_of_autograd_is_called_without_torchs_own_python() -> None:
+    calls: list[str] = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * grads[0] + 0 * x
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.endswith("autograd/function.py"):
+            calls.append(frame.f_code.co_name)
+
+    call_backward_directly(Twice)
+    x = torch.ones(3, requires_grad=True)
+    sys.setprofile(note)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            apply_of(Twice)(x).sum().backward()
+    finally:
+        sys.setprofile(None)
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # type: ignore[arg-type]
+    assert calls == ["save_for_backward"], "which the test's own forward calls"
 
 
 @pytest.mark.parametrize(
