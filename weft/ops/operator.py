@@ -45,17 +45,7 @@ from weft.runtime.groups import GROUPS
 Function = Callable[..., Any]
 
 
-class _Library(torch.library.Library):
-    """A _Library is a torch library whose kernels refuse dual tensors (forward-mode derivatives).
-
-    Without that, torch's own autograd kernel would drop their tangents if no tensor requires a gradient.
-    """
-
-    def impl(self, op_name: Any, fn: Function, dispatch_key: str = "", **options: Any) -> None:
-        super().impl(op_name, _refuse_tangents(fn, f"weft::{op_name}"), dispatch_key, **options)  # type: ignore[no-untyped-call]
-
-
-_LIBRARY = _Library("weft", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("weft", "DEF")  # type: ignore[no-untyped-call]
 
 
 class LibraryOperator:
@@ -92,11 +82,11 @@ class LibraryOperator:
         if backward is not None:
             self.backward = backward if double_backward else _refuse_second_derivatives(backward, f"weft::{name}")
             self.forward = self._define(f"{name}_forward", schema.replace("(", "_forward(", 1))
-            _LIBRARY.impl(name, self._autograd_kernel, "Autograd")
+            _LIBRARY.impl(name, self._autograd_kernel, "Autograd")  # type: ignore[no-untyped-call]
 
     def _define(self, name: str, schema: str) -> Function:
         _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
-        _LIBRARY.impl(name, self._kernel, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, self._kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"weft::{name}", lambda *flat: self._fake(*self._group_options(flat)), lib=_LIBRARY)
         found: Function = getattr(torch.ops.weft, name).default
         return found
@@ -174,9 +164,25 @@ class LibraryOperator:
         return results[0] if self.single else results, bound, picks
 
     def _kernel(self, *flat: Any) -> Any:
-        return self.compute_plain(flat[: self._count], flat[self._count :])[0]
+        tensors, options = flat[: self._count], flat[self._count :]
+        identity, given, known = self._find(tensors, options)
+        if known is None:
+            self._refuse_tangents(tensors)
+        return self._compute_plain(tensors, options, None, identity, given, known)[0]
+
+    def _refuse_tangents(self, tensors: Sequence[Any]) -> None:
+        """Raise ValueError for a dual tensor (forward-mode derivatives).
+
+        torch's own autograd kernel would drop its tangent if no tensor requires a gradient.
+        """
+        if forward_mode() and any(map(has_tangent, tree_leaves(tensors))):
+            raise ValueError(
+                f"weft::{self.name} has no forward-mode derivative, and an argument is a dual tensor"
+                " (torch.autograd.forward_ad, torch.func.jvp); use reverse mode"
+            )
 
     def _autograd_kernel(self, *flat: Any) -> Any:
+        self._refuse_tangents(flat)
         tensors, options = flat[: self._count], flat[self._count :]
         places, given = flatten(tensors)
         if not (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
@@ -454,19 +460,6 @@ def _are_plain(arguments: Iterable[Any], grad: bool) -> bool:
         elif argument is not None and not (isinstance(argument, (list, tuple)) and _are_plain(argument, grad)):
             return False
     return True
-
-
-def _refuse_tangents(kernel: Function, what: str) -> Function:
-    @wraps(kernel)
-    def checked(*given: Any, **named: Any) -> Any:
-        if forward_mode() and any(map(has_tangent, tree_leaves((given, named)))):
-            raise ValueError(
-                f"{what} has no forward-mode derivative, and an argument is a dual tensor (torch.autograd.forward_ad,"
-                " torch.func.jvp); use reverse mode"
-            )
-        return kernel(*given, **named)
-
-    return checked
 
 
 def _refuse_second_derivatives(backward: Function, what: str) -> Function:
