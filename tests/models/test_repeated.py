@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from weft.models import repeated
 from weft.models.linear import SharedInputLinears
 from weft.models.repeated import RepeatedProduct
 from weft.runtime.groups import GROUPS
@@ -63,6 +64,35 @@ def repeated_of(model: Any) -> list[RepeatedProduct]:
 
 def linears_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+def _three_sequences() -> list[int]:
+    """How often a call is looked at for the first time."""
+    torch.manual_seed(0)
+    alone: Any = Block()
+    model = parallelize_module(copy.deepcopy(alone), mesh(), wefts())
+    x = drawn(3, 12, 6, seed=1)
+    counts, record = [0], repeated.record
+
+    def counting(*arguments: Any) -> Any:
+        counts[-1] += 1
+        return record(*arguments)
+
+    repeated.record = counting
+    try:
+        for _ in range(3):
+            step(model, mine(x))
+            counts.append(0)
+    finally:
+        repeated.record = record
+    step(alone, x)
+    assert_close(gradients(model), {name: p.grad for name, p in alone.named_parameters()})
+    return counts
+
+
+def test_copies_of_the_input_are_found_out_once(ranks: RankFixture) -> None:
+    """The tokens of several sequences are no matrix, so the operator reads a copy, which autograd records."""
+    assert ranks(2).run(_three_sequences)[0] == [2, 0, 0, 0]
 
 
 def _one_node() -> None:

@@ -51,7 +51,9 @@ class RepeatedProduct:
     """The product of an input with the weights of some linears, at one place of a model. A copy of the model has its own."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, tuple[Callable[..., bool], Callable[[], RememberedCall | None], Recording | None]] = {}
+        self._calls: dict[Any, tuple[Callable[..., bool], Callable[[], RememberedCall | None] | None, Recording | None]] = {}
+        """For each kind of call: what checks its tensors, what finds the operator's call, and its Recording if autograd records
+        it. Nothing finds a call that must be made in another way."""
 
     def __reduce__(self) -> tuple[type[RepeatedProduct], tuple[()]]:
         return RepeatedProduct, ()
@@ -70,27 +72,33 @@ class RepeatedProduct:
                 return None
             tensors.append(parameter)
             given.append(kept_parameter(linear, "weight").transposed(parameter))
-        call = self._calls.get((x.shape, where, state))
+        kind = x.shape, where, state, len(linears), id(linears[0])
+        call = self._calls.get(kind)
         if call is not None:
             check, find, recording = call
-            known = find()
-            if known is not None and check(*tensors) and (made := repeat(known, recording, tensors, given)) is not None:
-                return made
-        return self._begin(state, tensors, given, linears, make, where)
+            if check(*tensors):
+                if find is None:
+                    return None
+                known = find()
+                if known is not None and (made := repeat(known, recording, tensors, given)) is not None:
+                    return made
+        return self._begin(kind, tensors, given, linears, make)
 
     def _begin(
         self,
-        state: tuple[Any, ...] | None,
+        kind: tuple[Any, ...],
         tensors: Sequence[Any],
         given: Sequence[torch.Tensor],
         linears: Sequence[nn.Module],
         make: Callable[..., Call],
-        where: tuple[Any, ...],
     ) -> Any:
         """Make a call for the first time, and keep what `multiply` needs."""
-        x, check = given[0], layout_check(tensors)
+        (_, where, state, *_), x, check = kind, given[0], layout_check(tensors)
         if state is None or check is None or autocast_enabled() or type(x) not in PLAIN:  # autocast multiplies copies
             return None
+        if len(self._calls) >= _MOST:
+            self._calls.clear()
+        self._calls[kind] = check, None, None
         recording: Recording | None = None
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
             weights = [_Transposed(kept_parameter(linear, "weight")) for linear in linears]
@@ -101,14 +109,12 @@ class RepeatedProduct:
                 return None
             result, known, recording = found
             # The table drops it when its program is closed.
-            GROUPS.remembered.add((id(self), where, *state, x.shape), tensors, known)
+            GROUPS.remembered.add((id(self), *kind), tensors, known)
         else:
             operator, arguments, options = make(x, given[1:], *where)
             result, last = operator(*arguments, **options), find_remembered(operator, arguments, options)
             if last is None or last.bound is None:
                 return result
             known = last
-        if len(self._calls) >= _MOST:
-            self._calls.clear()
-        self._calls[x.shape, where, state] = check, ref(known), recording
+        self._calls[kind] = check, ref(known), recording
         return result
