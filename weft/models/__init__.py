@@ -4,6 +4,7 @@ styles.py  layouts.py                        ColwiseParallel, RowwiseParallel, .
 parallelize.py  moves.py  decoder_tokens.py  weft.parallelize; a decoder's token layouts, and where they change
 tp_plan.py  transformers_tp.py                   weft.register_tp_plan, for from_pretrained; the marks of a sharded model
 linear.py  products.py                       linears that call weft's operators, and their products
+repeated.py  parameters.py                   calls that a linear makes again; this rank's parts of its parameters
 replicas.py  sharing.py                      parameters that are whole on every rank; parameters that modules share
 vocabulary.py                                the embedding, sharded by the vocabulary
 experts.py  expert_parallel.py               mixture of experts, and the style that shards experts over ranks
