@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 def kernel_of(program: BoundProgram, where: Where, step: Push) -> StepKernel:
     """Return the kernel of a push."""
-    if quantises(step, program.schedule):
-        return QuantisingPush(step, where, program)
-    return FusedPush(step, where, program.device, program)
+    return QuantisingPush(program, where, step) if quantises(step, program.schedule) else FusedPush(program, where, step)
 
 
 def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
@@ -39,10 +37,9 @@ class FusedPush(StepKernel):
     A separate launch pushes the scales of FP8 elements first, so the flags of the elements show that both have arrived.
     """
 
-    def __init__(self, step: Push, where: Where, device: torch.device, flags: BoundProgram) -> None:
-        super().__init__(where)
-        self._step, self._device, self._flags = step, device, flags
-        self._source = step.source
+    def __init__(self, program: BoundProgram, where: Where, step: Push) -> None:
+        super().__init__(program, where)
+        self._step, self._source = step, step.source
         self.launched_by = make_launcher()
         self._tables: dict[tuple[int, ...], list[PushTables]] = {}
 
@@ -94,9 +91,9 @@ class FusedPush(StepKernel):
 
         return push_tables(
             copies,
-            device=self._device,
+            device=self.program.device,
             itemsize=view(copies[0][0]).element_size(),
             address=address,
             stride=lambda region: view(region).stride(0) * view(region).element_size(),
-            count_address=self._flags.count_address,
+            count_address=self.program.count_address,
         )
