@@ -11,7 +11,7 @@ import atexit
 import gc
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -32,7 +32,7 @@ from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
 from weft.runtime import unscheduled
 from weft.runtime.autotune import Choice
-from weft.runtime.bound import BoundProgram, Closes, Outputs
+from weft.runtime.bound import Closes, Outputs
 from weft.runtime.bound_call import RememberedCalls
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
@@ -49,25 +49,16 @@ T = TypeVar("T")
 _SIDE_PRIORITY = -2
 
 
-class GroupState:
+class GroupState(Programs):
     """A GroupState is one group on this rank: its ranks, devices and programs, and the objects that other modules attach."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
-        self.rank_group = RankGroup.acquire(group)
+        super().__init__(RankGroup.acquire(group), GROUPS.values, GROUPS.remembered.drop_forgotten)
         self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
-        self.lock = self.rank_group.lock
-        self.programs = Programs(
-            self.rank_group, lambda device: self._resources_of(device), GROUPS.values, GROUPS.remembered.drop_forgotten
-        )
         self._attached: dict[type, Any] = {}
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
-
-    def forget(self, programs: Collection[BoundProgram]) -> None:
-        """Close programs as Programs.forget does."""
-        with self.lock:
-            self.programs.forget(programs)
 
     def _resources_of(self, device: torch.device) -> HostResources | CudaResources:
         if device not in self._resources_by_device:
@@ -86,7 +77,7 @@ class GroupState:
                 f"group is on nodes of {self.rank_group.nodes} ranks; peers can only write memory within one node; "
                 "use torch.empty, or pass a group within one node"
             )
-        with self.lock, PLAIN, on_device(device):
+        with self.rank_group.lock, PLAIN, on_device(device):
             self.rank_group.agree_on_call(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             resources = self._resources_of(device)
             if isinstance(resources, CudaResources):
@@ -100,12 +91,12 @@ class GroupState:
 
     def exchange_numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """Return the number that each rank passes, by rank. Collective: hosts wait for each other."""
-        with self.lock:
+        with self.rank_group.lock:
             return self.rank_group.agree_on_call(what, mine)
 
     def watched(self, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
         """Run work as weft.runtime.unscheduled.watched does."""
-        with self.lock:
+        with self.rank_group.lock:
             return unscheduled.watched(self.rank_group, self._resources_by_device.get(device), what, common, work)
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
@@ -139,9 +130,9 @@ class GroupState:
                     if isinstance(resources, CudaResources):
                         resources.watchdog.synchronize()
             except PeerLost:
-                self.programs.raise_cut()
+                self.raise_cut()
                 raise
-            self.programs.raise_noted()
+            self.raise_noted()
             self.rank_group.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -156,7 +147,7 @@ class GroupState:
     def attached(self, kind: type[A], make: Callable[[], A]) -> A:
         """Return the object that another module attaches to this group. It is made at the first use, and closed with the
         group."""
-        with self.lock:
+        with self.rank_group.lock:
             if kind not in self._attached:
                 self._attached[kind] = make()
             found: A = self._attached[kind]
@@ -166,7 +157,7 @@ class GroupState:
         """Release everything, even if errors are raised. Raises the error that has invalidated earlier results, if no call
         has."""
         closes_devices = [resources.close for resources in self._resources_by_device.values()]
-        first = [closes.close for closes in (*self._attached.values(), *self.programs.bound())]
+        first = [closes.close for closes in (*self._attached.values(), *self.bound())]
         with ExitStack() as rest:
             if any(isinstance(resources, CudaResources) for resources in self._resources_by_device.values()):
                 # Reference cycles of closed programs and their closures hold symmetric memory.
@@ -224,9 +215,9 @@ class Groups:
             try:
                 call.schedule = automatic()
             except ValueError:
-                with state.lock, state.rank_group.agree_on_value_errors():
+                with state.rank_group.lock, state.rank_group.agree_on_value_errors():
                     raise
-        return state.programs.make_call(call)
+        return state.make_call(call)
 
     def run(self, name: str, call: Call) -> Outputs:
         """Make a call, and return its outputs."""
@@ -295,7 +286,7 @@ class Groups:
 
     def choices(self, name: str) -> list[Choice]:
         """Return the choices of "auto" in a group. It is empty if the group has made no call."""
-        return known.programs.tuner.choices() if (known := self.known(name)) else []
+        return known.tuner.choices() if (known := self.known(name)) else []
 
     def keep(self, schedule: Schedule) -> str:
         """Return the string that names a Schedule value in calls. It is the same on every rank.
