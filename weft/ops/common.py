@@ -281,17 +281,11 @@ def rows_of(shape: Sequence[int], dim: int = 0, entries: int | None = None) -> R
     if len(shape) == 2:
         return None
     entries = shape[dim] if entries is None else entries
-    moved = 0 if is_outermost(shape[:dim]) else dim
+    # torch.compile does not look at the extents before the dimension, because it would guard on them.
+    outermost = dim == 0 or (not torch.compiler.is_compiling() and all(extent == 1 for extent in shape[:dim]))
+    moved = 0 if outermost else dim
     extents = (*shape[:dim], entries, *shape[dim + 1 : -1]) if not moved else (entries, *shape[:dim], *shape[dim + 1 : -1])
     rows = 1
     for extent in extents:
         rows *= extent
     return RowsOf(moved, extents, rows)
-
-
-def is_outermost(before: Sequence[int]) -> bool:
-    """Return whether a dimension is the outermost one, apart from dimensions of extent 1. Then it need not be moved.
-
-    before: the extents of the dimensions before it. torch.compile does not look at them, because it would guard on them.
-    """
-    return len(before) == 0 or (not torch.compiler.is_compiling() and all(extent == 1 for extent in before))

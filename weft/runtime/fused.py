@@ -119,7 +119,8 @@ class FusedGemm(StepKernel):
         sources = [self._whole(bindings, key) for key in self._buffers]
         bs = [b for b, _ in bindings.pieces(self.step.b)]
         adds = [self._whole(bindings, key) for key in self._adds]
-        outs = [matrix for key in self._out_keys() for matrix, _ in bindings.tensors[key]]
+        keys = dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)])
+        outs = [matrix for key in keys for matrix, _ in bindings.tensors[key]]
         key = tuple(n for t in (*sources, *bs, *adds, *outs) for n in (t.data_ptr() & 15, *t.stride()))
         if key not in self._unfit:
             if len(self._unfit) == _LAYOUTS:
@@ -147,7 +148,10 @@ class FusedGemm(StepKernel):
             return f"it counts tiles for one b, and there are {len(bs)}"
         if adds and not (len(adds) == len(bs) == 1 and loads(adds[0]) and adds[0].dtype == outs[0].dtype):
             return "it cannot load what it adds"
-        return "" if self._outs_fit(outs, bs) else "its results differ in dtype or row stride, or there are several b"
+        # Results that are stored by address need one dtype and one row stride.
+        same = len({(out.dtype, out.stride()) for out in outs}) == 1
+        fit = not self._elsewhere or (len(bs) == 1 and same)
+        return "" if fit else "its results differ in dtype or row stride, or there are several b"
 
     def _spans_columns(self, bindings: Bindings) -> bool:
         """Return whether parts read all columns of a and of what they add, and write all columns of `out`.
@@ -159,14 +163,6 @@ class FusedGemm(StepKernel):
         keys = dict.fromkeys((region.buffer, region.rank) for region in regions)
         widths = {key: bindings.tensors[key][-1][1][1] for key in keys if key not in elsewhere}
         return all(region.cols == (0, widths[key]) for region in regions if (key := (region.buffer, region.rank)) in widths)
-
-    def _out_keys(self) -> list[tuple[str, int]]:
-        return list(dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)]))
-
-    def _outs_fit(self, outs: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
-        """Return whether results can be stored by address, if some are: they need one dtype and one row stride."""
-        same = len({(out.dtype, out.stride()) for out in outs}) == 1
-        return not self._elsewhere or (len(bs) == 1 and same)
 
     def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
         gate, seen = self.status.tolist()

@@ -11,7 +11,7 @@ import atexit
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -30,7 +30,6 @@ from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
-from weft.runtime import unscheduled
 from weft.runtime.autotune import Choice
 from weft.runtime.bound import Closes, Outputs
 from weft.runtime.bound_call import RememberedCalls
@@ -38,11 +37,10 @@ from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
 from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host_resources import HostResources
-from weft.runtime.host_wire import HostWire
+from weft.runtime.host_wire import AllToAll, HostWire
 from weft.runtime.order import Order
 from weft.runtime.peer_waits import bounded
 from weft.runtime.programs import KnownCall, Programs
-from weft.runtime.unscheduled import AllToAll
 
 A = TypeVar("A", bound=Closes)
 T = TypeVar("T")
@@ -95,9 +93,21 @@ class GroupState(Programs):
             return self.rank_group.agree_on_call(what, mine)
 
     def watched(self, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
-        """Run work as weft.runtime.unscheduled.watched does."""
-        with self.rank_group.lock:
-            return unscheduled.watched(self.rank_group, self._resources_by_device.get(device), what, common, work)
+        """Run work of all ranks that no schedule describes. An error ends it on all ranks.
+
+        On GPUs it is an NCCL collective, which is watched like a first call. On CPUs the ranks first agree, as in calls, so
+        that an error names a missing rank, and then exchange messages (weft.runtime.host_wire).
+
+        what: the name of the work in errors.
+        common: what must be equal on all ranks, one line each.
+        work: the function to run.
+        """
+        with self.rank_group.lock, self.rank_group.fail_group_on_error():
+            resources = self._resources_by_device.get(device)
+            if isinstance(resources, CudaResources):
+                return resources.watchdog.watch(what, resources.current_stream(), work)
+            self.rank_group.agree_on_call(f"op: {what}\n{common}")
+            return work()
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
         """Agree with the other ranks, begin a gloo collective on CPUs, and return a function that waits for it.
@@ -257,10 +267,21 @@ class Groups:
         return known.watched(what, common, device, work) if (known := self.known(name)) else work()
 
     def all_to_all(self, name: str, what: str, device: torch.device) -> AllToAll:
-        """Return the function by which ranks exchange elements. In a group that has been closed, it uses the process group."""
-        if device.type == "cpu" and (known := self.known(name)):
-            return unscheduled.by_messages(known.wire, what)
-        return unscheduled.by_group(_resolve_process_group(name))  # type: ignore[arg-type]
+        """Return the function by which ranks exchange elements.
+
+        It uses messages between CPUs. On GPUs, and in a group that has been closed, it uses the process group. On GPUs the
+        current stream waits, and the host does not.
+        """
+        known = self.known(name)
+
+        def begin(taken: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> Callable[[], None]:
+            if known is not None and device.type == "cpu":
+                return known.wire().all_to_all(torch.split(given, list(gives)), torch.split(taken, list(takes)), what)
+            group: Any = _resolve_process_group(name)  # type: ignore[arg-type]
+            work = dist.all_to_all_single(taken, given, list(takes), list(gives), group=group, async_op=True)
+            return lambda: None if work is None else work.wait()  # type: ignore[func-returns-value, unused-ignore]
+
+        return begin
 
     def synchronize(self, name: str) -> None:
         """Wait for a group's calls as GroupState.synchronize does. It does nothing if the group has made no call."""
