@@ -168,7 +168,7 @@ def slowest_median(own: list[float]) -> float:
 
 def bound() -> int:
     group: Any = dist.group.WORLD
-    return len(GROUPS.state(group.group_name).programs.bound())
+    return len(GROUPS.state(group.group_name).bound())
 
 
 @torch.no_grad()

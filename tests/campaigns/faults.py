@@ -309,7 +309,7 @@ def _again(trial: FaultTrial, folder: str, on: torch.device, takes_the_group: bo
 
 def _has_collectives() -> bool:
     """Whether NCCL's collectives take part, in one of which a stuck call ends by the abort of its communicator."""
-    schedules = GROUPS.state(dist.group.WORLD.group_name).programs.schedules()  # type: ignore[union-attr]
+    schedules = GROUPS.state(dist.group.WORLD.group_name).schedules()  # type: ignore[union-attr]
     return any(isinstance(step, Collective) for schedule in schedules for *_, step in schedule)
 
 

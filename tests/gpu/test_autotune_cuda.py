@@ -29,7 +29,7 @@ pool = ranks_on_gpus(SIZES, BOUND_S)
 def _schedules() -> list[str]:
     group = dist.group.WORLD
     assert group is not None
-    return [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).programs.schedules()]
+    return [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
 
 
 @alarm(300)

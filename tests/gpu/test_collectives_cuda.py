@@ -68,7 +68,7 @@ def _in_turns(late: str) -> None:
                     sums(case, spec)
     finally:
         CudaResources.stream = stream  # type: ignore[method-assign]
-    used = [p.layout.staging for p in GROUPS.state(dist.group.WORLD.group_name).programs.bound()]  # type: ignore[union-attr]
+    used = [p.layout.staging for p in GROUPS.state(dist.group.WORLD.group_name).bound()]  # type: ignore[union-attr]
     assert max(used[-5:]) <= MIB + 512, used
 
 

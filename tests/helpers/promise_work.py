@@ -54,7 +54,7 @@ def _operator(op: Op, kernels: bool) -> Operator:
 
 def _programs() -> list[Schedule]:
     state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    return [program.schedule for program in state.programs.bound()]
+    return [program.schedule for program in state.bound()]
 
 
 @contextmanager

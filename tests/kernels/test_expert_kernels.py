@@ -19,7 +19,8 @@ import weft
 from weft.models.expert_parallel import _activation
 from weft.models.experts import Experts, Routing
 from weft.ops.experts import swiglu
-from weft.ops.ragged_all_to_all import ragged_gated, room
+from weft.ops.ragged_all_to_all import ragged_gated
+from weft.runtime.ragged import room
 from weft.runtime.ranks import Ranks
 
 TOKENS, TOP, EXPERTS, WIDTH = 7, 3, 5, 40

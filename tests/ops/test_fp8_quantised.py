@@ -116,7 +116,7 @@ def test_rows_are_quantised_on_their_way(ranks: RankFixture, op: Op, recipe: Rec
 
 def _as_kernels(op: Op, recipe: Recipe, dtype: torch.dtype) -> int:
     """How often the kernel that quantises ran."""
-    from weft.runtime.quantising import QuantisingPush
+    from weft.runtime.pushes import QuantisingPush
 
     launches, launch = 0, QuantisingPush.launch
 

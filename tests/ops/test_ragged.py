@@ -157,7 +157,7 @@ def _exchange() -> Any:
 
 
 def _programs() -> list[BoundProgram]:
-    return GROUPS.state(dist.group.WORLD.group_name).programs.bound()  # type: ignore[union-attr]
+    return GROUPS.state(dist.group.WORLD.group_name).bound()  # type: ignore[union-attr]
 
 
 def _unmet(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -43,7 +43,7 @@ EXPERTS, MOST, SEED = 2, 90, 165
 
 
 def _programs() -> list[BoundProgram]:
-    return GROUPS.state(dist.group.WORLD.group_name).programs.bound()  # type: ignore[union-attr]
+    return GROUPS.state(dist.group.WORLD.group_name).bound()  # type: ignore[union-attr]
 
 
 def _named(dtype: torch.dtype) -> None:

@@ -81,7 +81,7 @@ def _in_turns() -> int:
     finally:
         Bindings.pieces = pieces  # type: ignore[method-assign]
     state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    mine = [program for program in state.programs._programs if getattr(program.schedule.problem, "staging_bytes", 0) == LEAST]
+    mine = [program for program in state._programs if getattr(program.schedule.problem, "staging_bytes", 0) == LEAST]
     assert len(mine) == 6
     assert all(program.layout.staging <= LEAST + 2 * 256 for program in mine)
     return max(sum(1 for _ in program.schedule) for program in mine)
@@ -103,7 +103,7 @@ def _straight() -> int:
         straight(301, "auto", 1)
     finally:
         Bindings.pieces = pieces  # type: ignore[method-assign]
-    programs = GROUPS.state(dist.group.WORLD.group_name).programs._programs  # type: ignore[union-attr]
+    programs = GROUPS.state(dist.group.WORLD.group_name)._programs  # type: ignore[union-attr]
     mine = [p for p in programs if getattr(p.schedule.problem, "reachable", False)]
     return max(p.layout.staging for p in mine if p.schedule.problem.op != "all_reduce" and p.schedule.name == "copy_engine")
 
@@ -323,7 +323,7 @@ def _environment(bytes_: str) -> str:
             collectives.all_reduce(torch.zeros(100_000), schedule="copy_engine")
         except ValueError as error:
             return str(error)
-        (schedule,) = (s for s in GROUPS.state(dist.group.WORLD.group_name).programs.schedules() if s.problem.m == 100_000)  # type: ignore[union-attr]
+        (schedule,) = (s for s in GROUPS.state(dist.group.WORLD.group_name).schedules() if s.problem.m == 100_000)  # type: ignore[union-attr]
         return str(schedule.problem.staging_bytes)  # type: ignore[union-attr]
 
 

@@ -211,7 +211,7 @@ def _left_bound(fastest: str) -> list[str]:
             exchange.check(turn)
         assert [method for _, method, _ in _choices()] == [fastest]
         state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.programs.schedules()]
+        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.schedules()]
     finally:
         weft.close()
         calls.HostExecutor = plain  # type: ignore[misc]

@@ -230,7 +230,7 @@ def _own_steps() -> list[list[int]]:
         assert torch.equal(out.view(size, 8), torch.arange(8.0) + 10 * torch.arange(float(size)).unsqueeze(1))
     group = dist.group.WORLD
     assert group is not None
-    bound = GROUPS.state(group.group_name).programs.schedules()
+    bound = GROUPS.state(group.group_name).schedules()
     found = [[sum(isinstance(step, Copy) for lane in lanes for step in lane.steps) for lanes in each.ranks] for each in bound]
     weft.close()
     return found

@@ -65,7 +65,7 @@ def _fanned_out() -> list[int]:
                 check_both(24, 12, 16, torch.float32, spec, seed)
         group = dist.group.WORLD
         assert group is not None
-        lanes = [copy_lanes(schedule) for schedule in GROUPS.state(group.group_name).programs.schedules()]
+        lanes = [copy_lanes(schedule) for schedule in GROUPS.state(group.group_name).schedules()]
         weft.close()
     return lanes
 

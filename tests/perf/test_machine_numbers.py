@@ -84,7 +84,7 @@ def _agree(paths: list[str]) -> str:
     import torch.distributed as dist
 
     from weft.comm.rank_group import RankGroup
-    from weft.runtime.agreed_profile import agreed_profile
+    from weft.runtime.choose import agreed_profile
 
     os.environ["WEFT_MACHINE"] = paths[dist.get_rank()]
     assert dist.group.WORLD is not None

@@ -301,7 +301,7 @@ def _measured(fault: str = "") -> Found:
         tuner.auto_candidates = auto_candidates
     group = dist.group.WORLD
     assert group is not None
-    specs = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).programs.schedules()]
+    specs = [spec(s.name, s.chunks) for s in groups.GROUPS.state(group.group_name).schedules()]
     found = [(choice.spec, choice.us) for choice in weft.choices()]
     weft.close()
     return found, specs, len(made), seen
@@ -382,7 +382,7 @@ def _planned() -> list[tuple[str, dict[str, float]]]:
 
     group = dist.group.WORLD
     assert group is not None
-    built = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).programs.schedules()]
+    built = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
     assert built == [text for text, _ in found] * 2
     weft.close()
     return found

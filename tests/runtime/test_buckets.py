@@ -84,7 +84,7 @@ def clocked(spec: str) -> Iterator[None]:
 
 def _programs() -> list[int]:
     state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    return sorted({schedule.problem.m for schedule in state.programs.schedules()})
+    return sorted({schedule.problem.m for schedule in state.schedules()})
 
 
 def _check_exchange(rows: int, seed: int, operator: Callable[..., torch.Tensor]) -> None:
@@ -326,7 +326,7 @@ def _bound_in(rounds: Iterable[Iterable[int]], gpu: bool) -> list[int]:
             for shard in shards:
                 _gather(shard, seed)
         state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        assert len(state.programs._known) <= 16
+        assert len(state._known) <= 16
     return made
 
 

@@ -247,9 +247,9 @@ def _which_products_are_timed() -> dict[str, bool]:
             ("by name", 72, "sequential"),
             ("planned", 88, "planned"),
         ):
-            before = groups.GROUPS.state(group.group_name).programs.bound()
+            before = groups.GROUPS.state(group.group_name).bound()
             weft.all_gather_matmul(torch.ones(rows // 2, 32), torch.ones(32, 16), schedule=spec)
-            (made,) = set(groups.GROUPS.state(group.group_name).programs.bound()) - set(before)
+            (made,) = set(groups.GROUPS.state(group.group_name).bound()) - set(before)
             found[name] = made.times_products
     finally:
         tuner.timer_for, tuner.auto_candidates = timer_for, auto_candidates

@@ -24,28 +24,27 @@ def _noted() -> None:
     raise ValueError("max_rows is 4, but 5 rows arrived at rank 1")
 
 
-def _programs(noted: bool) -> Programs:
+def _state(noted: bool) -> GroupState:
     """Of one program with splits, whose device has noted what is wrong with them, or nothing."""
     rank_group, _ = rank_groups()
-    programs = Programs(rank_group, lambda device: cast(Any, None))
+    state = GroupState.__new__(GroupState)
+    Programs.__init__(state, rank_group, {})
     program = mock.Mock(ragged=SimpleNamespace(raise_cut=_noted if noted else lambda: None))
-    programs._programs[program] = cast(Any, None)
-    return programs
+    state._programs[program] = cast(Any, None)
+    return state
 
 
 @pytest.mark.parametrize(("noted", "raised"), [(True, ValueError), (False, PeerLost)])
 def test_a_call_raises_the_reason(noted: bool, raised: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = _programs(noted)
-    monkeypatch.setattr(programs, "_make_call", _lost)
+    state = _state(noted)
+    monkeypatch.setattr(state, "_make_call", _lost)
     with pytest.raises(raised, match="max_rows is 4"):
-        programs.make_call(cast(Any, SimpleNamespace(device=torch.device("cpu"))))
+        state.make_call(cast(Any, SimpleNamespace(device=torch.device("cpu"))))
 
 
 @pytest.mark.parametrize(("noted", "raised"), [(True, ValueError), (False, PeerLost)])
 def test_synchronize_raises_the_reason(noted: bool, raised: type[Exception]) -> None:
-    state = GroupState.__new__(GroupState)
-    state.programs, resources = _programs(noted), CudaResources.__new__(CudaResources)
-    state.rank_group = state.programs._rank_group
+    state, resources = _state(noted), CudaResources.__new__(CudaResources)
     resources.watchdog = cast(Any, SimpleNamespace(synchronize=_lost))
     state._resources_by_device = {torch.device("cuda", 0): resources}
     with pytest.raises(raised, match="max_rows is 4"):

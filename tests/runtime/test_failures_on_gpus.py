@@ -581,9 +581,9 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 
 def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
+    Programs.__init__(state, rank_group, {})
     empty: dict[str, Any] = {"_attached": {}, "_resources_by_device": {}, "_side": {}, "_handed_out": []}
-    empty |= {"programs": Programs(rank_group, cast(Any, None)), "lock": threading.Lock()}
-    for name, value in {**empty, **attributes, "rank_group": rank_group}.items():
+    for name, value in {**empty, **attributes}.items():
         setattr(state, name, value)
     return state
 
@@ -602,7 +602,7 @@ def test_a_group_gives_back_all_it_has_whatever_is_raised(ranks: Ranks) -> None:
     closed: list[Any] = []
     attached, program, other = (Closes(closed, raises=raises) for raises in (False, True, False))
     state = _state(ranks.rank_group, _attached={int: attached})
-    state.programs.bound = lambda: [program, other]  # type: ignore[method-assign]
+    state.bound = lambda: [program, other]  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="the device is lost"):
         state.close()
     assert closed == [attached, program, other]
@@ -636,10 +636,10 @@ def test_nothing_is_captured_in_a_group_that_has_failed(ranks: Ranks, monkeypatc
     monkeypatch.setattr(MatmulCall, "device", torch.device("cuda", 0))
     call = MatmulCall(op="all_gather_matmul", a=torch.ones(1, 1), bs=[], rows=1, row_multiple=1, schedule="auto")
     state = _state(ranks.rank_group)
-    state.programs._known["known"] = KnownCall(number=2, program=cast(Any, None))
+    state._known["known"] = KnownCall(number=2, program=cast(Any, None))
     ranks.rank_group.fail(PeerLost("rank 1 died"))
     with pytest.raises(WeftError, match=r"has failed \(rank 1 died\)"):
-        state.programs.make_call(call)
+        state.make_call(call)
 
 
 def test_a_rank_of_another_node_is_waited_for_too() -> None:

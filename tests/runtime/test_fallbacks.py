@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,7 +23,8 @@ def _gemm() -> Any:
     schedule = build(Problem(op="all_gather_matmul", m=64, n=96, k=32, world_size=2), "flag_gated", 1)
     for rank, lane, position, step in schedule:
         if rank == 0 and isinstance(step, Gemm) and fused.is_fused(step):
-            return fused.FusedGemm(step, Where(rank, lane.name, position, step), CPU, cast(Any, None), ("out",))
+            program = SimpleNamespace(device=CPU, machine=None, schedule=schedule, buffers_of=lambda kind: {"out"})
+            return fused.FusedGemm(cast(Any, program), Where(rank, lane.name, position, step), step)
     raise AssertionError("no gated GEMM")
 
 

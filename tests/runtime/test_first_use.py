@@ -167,8 +167,9 @@ def test_lookups_load_their_variants_once_all_has_ended(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     monkeypatch.setattr(lookups, "variant", lambda plan, indices, *_, mean: indices.dtype)
     kernel: Any = lookups.FusedLookup.__new__(lookups.FusedLookup)
-    kernel._columns, kernel._problem, kernel._device = 1, SimpleNamespace(mode="sum"), torch.device("cuda", 0)
-    kernel._loading = lambda: log.append("all has ended") or nullcontext()
+    loading = lambda: log.append("all has ended") or nullcontext()  # noqa: E731
+    kernel._columns, kernel._problem = 1, SimpleNamespace(mode="sum")
+    kernel.program = SimpleNamespace(device=torch.device("cuda", 0), loading=loading)
     kernel._loaded, kernel._plan, kernel._out = set(), lambda bindings: None, lambda bindings: None
     kernel._launch = lambda plan, bindings, *, load_only: log.append("load")
 

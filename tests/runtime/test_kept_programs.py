@@ -30,7 +30,7 @@ def _call(rows: int) -> None:
 
 def _rows() -> list[int]:
     """Of a rank, by program, the least recently used first."""
-    return [program.schedule.problem.m // dist.get_world_size() for program in _state().programs.bound()]
+    return [program.schedule.problem.m // dist.get_world_size() for program in _state().bound()]
 
 
 def _captures(rows: int, mine: bool) -> list[int]:
@@ -38,9 +38,7 @@ def _captures(rows: int, mine: bool) -> list[int]:
     that all ranks know. It must not move what others leave where it is."""
     state, before = _state(), _rows()
     if mine and rows in before:
-        program = next(
-            program for program in state.programs.bound() if program.schedule.problem.m == rows * dist.get_world_size()
-        )
+        program = next(program for program in state.bound() if program.schedule.problem.m == rows * dist.get_world_size())
         known, play = programs.KnownCall(number=0, program=program), program.run
         call = SimpleNamespace(
             key="captured",
@@ -52,14 +50,14 @@ def _captures(rows: int, mine: bool) -> list[int]:
             spans=None,
             tried=False,
         )
-        state.programs._known["captured"] = known  # type: ignore[index]
+        state._known["captured"] = known  # type: ignore[index]
         capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
         program.run = lambda *_, **__: {}  # type: ignore[method-assign]
         try:
-            state.programs.make_call(call)  # type: ignore[arg-type]
+            state.make_call(call)  # type: ignore[arg-type]
         finally:
             torch.cuda.is_current_stream_capturing, program.run = capturing, play  # type: ignore[method-assign]
-            del state.programs._known["captured"]  # type: ignore[arg-type]
+            del state._known["captured"]  # type: ignore[arg-type]
     return before
 
 
@@ -73,7 +71,7 @@ def _held(captured_on: int) -> list[list[int]]:
         for rows in range(1, 9):
             _call(rows)
             if rows in (1, 3) and dist.get_rank() == captured_on:
-                _state().programs.bound()[-1].captured = True
+                _state().bound()[-1].captured = True
             assert rows < 3 or _captures(3, dist.get_rank() == captured_on) == _rows()
             found.append(_rows())
         _call(1)
@@ -106,9 +104,9 @@ def _forgotten() -> list[list[bool]]:
         known = []
         for rows in (1, 2, 3):
             _call(rows)
-            known.append(next(reversed(_state().programs._known.values())))
+            known.append(next(reversed(_state()._known.values())))
         found.append([one.forgotten for one in known])
-        _state().forget(_state().programs.bound())
+        _state().forget(_state().bound())
         found.append([one.forgotten for one in known])
     finally:
         programs.KNOWN_CALLS = usual
@@ -141,9 +139,9 @@ def _held_for_warm_calls() -> list[bool]:
     bound = []
     for rows in (1, 2):
         _call(rows)
-        bound.append(Bound(next(reversed(_state().programs._known.values()))))
+        bound.append(Bound(next(reversed(_state()._known.values()))))
         GROUPS.remembered.add((rows,), [torch.ones(rows)], RememberedCall(world, bound[-1]))  # type: ignore[arg-type]
-    _state().forget(_state().programs.bound()[:1])
+    _state().forget(_state().bound()[:1])
     found = [GROUPS.remembered.get((rows,), [torch.ones(rows)]) is not None for rows in (1, 2)]
     weft.close()
     return found

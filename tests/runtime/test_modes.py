@@ -115,7 +115,7 @@ def _compiled_before() -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WEFT_SCHEDULE", value)
             torch.testing.assert_close(run(*own), torch.full((8 * group.size(), 12), 16.0))
-        found.append([asked for _, asked in GROUPS.state(group.group_name).programs.schedules_and_specs()][-1])
+        found.append([asked for _, asked in GROUPS.state(group.group_name).schedules_and_specs()][-1])
     weft.close()
     return found
 

@@ -136,6 +136,8 @@ def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPat
 class Words:
     """Where a program has its flags: each somewhere else."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         self._places: dict[Flag, int] = {}
 
@@ -154,7 +156,7 @@ def test_a_push_keeps_every_table(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [(lane, at, step) for rank, lane, at, step in schedule if rank == 0 and isinstance(step, Push)]
     (lane, at, step) = steps[0]
     where = Where(0, lane.name, at, step)
-    push = pushes.FusedPush(step, where, torch.device("cpu"), cast(Any, Words()))
+    push = pushes.FusedPush(cast(Any, Words()), where, step)
     memory = torch.zeros(1 << 12, dtype=torch.bfloat16)
     memory = memory[-memory.data_ptr() // 2 % 8 :]
     targets = {(part.dst.buffer, part.dst.rank): torch.zeros(8, 77, dtype=torch.bfloat16) for part in step.parts}

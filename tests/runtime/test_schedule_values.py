@@ -52,7 +52,7 @@ def _what_is_left_of_a_call() -> tuple[bool, bool]:
     state = GROUPS.state(torch.distributed.group.WORLD.group_name)
     gc.collect()
     before = alive() is not None
-    state.forget(state.programs.bound())
+    state.forget(state.bound())
     weft.all_gather_matmul(a, b, schedule="flag_gated:4")  # the threads of lanes refer to their last call
     gc.collect()
     return before, alive() is not None
@@ -77,7 +77,7 @@ def _equal_values() -> int:
         gc.collect()
         assert (weft.all_gather_matmul(a, b, schedule=build(PROBLEM, "flag_gated", 2)) == 8).all()
     state = GROUPS.state(torch.distributed.group.WORLD.group_name)
-    return len(state.programs.bound())
+    return len(state.bound())
 
 
 @pytest.mark.ranks

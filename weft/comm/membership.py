@@ -127,7 +127,18 @@ def join(group: dist.ProcessGroup, timeout_s: float | None) -> Members:
         for rank, one in enumerate(everyone):
             if isinstance(one, str):
                 raise PeerLost(f"rank {rank} failed: {one}")
-        members = _make_members(everyone, group.rank(), own, bound_s)
+        labels = [label for _, label, *_ in everyone]
+        first = labels.index(labels[group.rank()])
+        members = Members(
+            nodes=nodes_of(labels),
+            one_host=len({host for host, *_ in everyone}) == 1,
+            ranks_on_node=range(first, first + labels.count(labels[first])),
+            pids=[pid for *_, pid, _, _ in everyone],
+            starts=[start for *_, start, _ in everyone],
+            names=[name for *_, name in everyone],
+            control=own,
+            timeout_s=bound_s,
+        )
         for rank in members.ranks_on_node:
             _processes()[dist.get_global_rank(group, rank)] = members.pids[rank], members.starts[rank]
         return members
@@ -150,19 +161,3 @@ def _find_dead_rank(group: dist.ProcessGroup) -> str:
         if pid and died(pid, start):
             return f"rank {rank} (process {pid}) died"
     return ""
-
-
-def _make_members(everyone: list[Any], rank: int, own: SharedSegment, timeout_s: float) -> Members:
-    """Return the Members from what all ranks have said in the handshake."""
-    labels = [label for _, label, *_ in everyone]
-    first = labels.index(labels[rank])
-    return Members(
-        nodes=nodes_of(labels),
-        one_host=len({host for host, *_ in everyone}) == 1,
-        ranks_on_node=range(first, first + labels.count(labels[rank])),
-        pids=[pid for *_, pid, _, _ in everyone],
-        starts=[start for *_, start, _ in everyone],
-        names=[name for *_, name in everyone],
-        control=own,
-        timeout_s=timeout_s,
-    )

@@ -25,9 +25,8 @@ from weft.core.schedule import Schedule
 from weft.ops.common import (
     FLOAT8,
     as_matrix,
-    check_local_strided,
+    check_addend,
     check_operands,
-    describe,
     resolve_group,
     rows_of,
     schedule_to_spec,
@@ -82,27 +81,17 @@ def matmul_all_reduce(
         refuse_gradients(bias=bias, residual=residual)
     shape = (*a.shape[:-1], b.shape[1])
     dtype = a.dtype if scaled is None else scaled.output_dtype
-    _check_addend("bias", bias, (b.shape[1],), a, dtype)
-    _check_addend("residual", residual, shape, a, dtype)
+    if bias is not None:
+        check_addend("bias", bias, (b.shape[1],), dtype, a.device)
+    if residual is not None:
+        check_addend("residual", residual, shape, dtype, a.device)
     of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
-    if scaled is not None:
-        flat = as_matrix(a)
-        addends: dict[str, Any] = {"bias": bias, "residual": None if residual is None else as_matrix(residual)}
-        (out,) = scaled_matmul("matmul_all_reduce", flat, [b], scaled, of_group, spec, rows=flat.shape[0], **addends)
-        return out.view(shape)
     view, tensors = rows_of(shape), (a, b, bias, residual)
+    if scaled is not None:
+        added = None if residual is None else as_matrix(residual)
+        return scaled_matmul("matmul_all_reduce", a, [b], scaled, of_group, spec, view=view, bias=bias, residual=added)[0]
     request = OperatorRequest(flat_matmul_all_reduce, tensors, (of_group[0], spec), group, (view, None, None, view), view)
     return cast(torch.Tensor, request)  # `public` runs it
-
-
-def _check_addend(name: str, given: torch.Tensor | None, shape: tuple[int, ...], a: torch.Tensor, dtype: torch.dtype) -> None:
-    if given is None:
-        return
-    if not isinstance(given, torch.Tensor) or tuple(given.shape) != shape:
-        raise ValueError(f"{name} is {describe(given)}; it must be {list(shape)}")
-    check_local_strided(name, given)
-    if given.dtype != dtype or given.device != a.device:
-        raise ValueError(f"{name} is {given.dtype} on {given.device}; it must be {dtype} on {a.device}, as the result is")
 
 
 def _run(

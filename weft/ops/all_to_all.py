@@ -34,13 +34,14 @@ from weft.ops.all_to_all_columns import columns_from_ranks, columns_to_ranks
 from weft.ops.common import (
     FLOAT8,
     RowsOf,
-    as_matrix,
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
-    make_empty_operand_after,
+    find_gradients_of_received,
     resolve_group,
     rows_of,
+    save_factors,
+    save_factors_and_received,
     schedule_to_spec,
 )
 from weft.ops.front import OperatorRequest, public
@@ -148,10 +149,8 @@ def matmul_all_to_all(
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "matmul_all_to_all")
     if scaled is not None:
-        flat = as_matrix(a)
-        sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit}
-        (out,) = scaled_matmul("matmul_all_to_all", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-        return out if view is None else view.restore(out)
+        of_group = (name, rank, world_size)
+        return scaled_matmul("matmul_all_to_all", a, [b], scaled, of_group, spec, view=view, unit=unit)[0]
     options = (name, rank, world_size, unit, spec)
     return OperatorRequest(_matmul_all_to_all, (a, b), options, group, (rows_of(shape), None), view)
 
@@ -178,11 +177,6 @@ def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.T
     return a.new_empty(_count_arriving_rows(a.shape[0], *options[1:4]), b.shape[1])
 
 
-def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, ctx.options = inputs
-    ctx.save_for_backward(a, b)
-
-
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     rows, spec = a.shape[0], choose_backward_schedule(options.schedule, "all_to_all_matmul")
@@ -192,7 +186,7 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _matmul_all_to_all = define(
-    "matmul_all_to_all", _combine, _combine_fake, returns=torch.Tensor, save=_combine_save, backward=_combine_backward
+    "matmul_all_to_all", _combine, _combine_fake, returns=torch.Tensor, save=save_factors, backward=_combine_backward
 )
 
 
@@ -327,10 +321,8 @@ def all_to_all_matmul(
         return tuple(results) if return_received else results[0]
 
     if scaled is not None:
-        flat = as_matrix(a)
-        sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "return_gathered": return_received}
-        results = scaled_matmul("all_to_all_matmul", flat, [b], scaled, (name, rank, world_size), spec, **sizes)
-        return after(results if view is None else [view.restore(one) for one in results])
+        how: dict[str, Any] = {"view": view, "unit": unit, "return_gathered": return_received}
+        return after(scaled_matmul("all_to_all_matmul", a, [b], scaled, (name, rank, world_size), spec, **how))
     of_call = (name, rank, world_size, unit, spec, return_received)
     return OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, (rows_of(shape), None), view, after)
 
@@ -347,40 +339,19 @@ def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_re
     return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, a.shape[1])] * return_received
 
 
-def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-    a, b, ctx.options, ctx.return_received = inputs
-    # Without this, zeros would go through the whole backward if the received rows have no gradient.
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(a, b, *outputs[1:])
-
-
 def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, *saved), options = ctx.saved_tensors, ctx.options
-    rows = a.shape[0]
-    grad = a.new_zeros(_count_arriving_rows(rows, *options[1:4]), b.shape[1]) if grads[0] is None else grads[0]
-    grad_a = grad_b = None
-    if ctx.needs_input_grad[0]:
-        factors, columns = grad, b
-        if ctx.return_received and grads[-1] is not None:
-            # The same exchange returns the gradient of the received rows, as a product with the identity.
-            factors = torch.cat([grad, grads[-1]], 1)
-            columns = torch.cat([b, torch.eye(a.shape[1], dtype=a.dtype, device=a.device)], 1)
-        spec = choose_backward_schedule(options.schedule, "matmul_all_to_all")
-        home = options._replace(schedule=spec)
-        grad_a = _matmul_all_to_all(_pad_gradient(factors, rows, options), columns.t(), *home)[:rows]
-    if ctx.needs_input_grad[1]:
-        # Saving the received rows would cost as much memory as a from forward to backward, so they are exchanged again by
-        # default.
-        received = (
-            saved[0] if saved else _receive_again(a, make_empty_operand_after(b, grad if grad_a is None else grad_a), options)
-        )
-        grad_b = received.t() @ grad
-    return grad_a, grad_b
-
-
-def _receive_again(a: torch.Tensor, nothing: torch.Tensor, options: _Shares) -> torch.Tensor:
-    received: torch.Tensor = _all_to_all_matmul(a, nothing, *options._replace(schedule="sequential"), True)[1]
-    return received
+    saved, options = ctx.saved_tensors, ctx.options
+    a, rows = saved[0], saved[0].shape[0]
+    home = options._replace(schedule=choose_backward_schedule(options.schedule, "matmul_all_to_all"))
+    again = options._replace(schedule="sequential")
+    return find_gradients_of_received(
+        ctx,
+        saved,
+        grads,
+        _count_arriving_rows(rows, *options[1:4]),
+        lambda grad, columns: _matmul_all_to_all(_pad_gradient(grad, rows, options), columns, *home)[:rows],
+        lambda nothing: _all_to_all_matmul(a, nothing, *again, True)[1],
+    )
 
 
 _all_to_all_matmul = define(
@@ -388,7 +359,7 @@ _all_to_all_matmul = define(
     _dispatch,
     _dispatch_fake,
     returns=list[torch.Tensor],
-    save=_dispatch_save,
+    save=save_factors_and_received,
     backward=_dispatch_backward,
 )
 

@@ -16,7 +16,7 @@ the other one:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,11 @@ from weft.core.schedule import Schedule
 from weft.ops.common import (
     check_operands,
     choose_backward_schedule,
-    make_empty_operand_after,
+    find_gradients_of_received,
     resolve_group,
     rows_of,
+    save_factors,
+    save_factors_and_received,
     schedule_to_spec,
 )
 from weft.ops.front import OperatorRequest
@@ -48,32 +50,31 @@ def columns_to_ranks(
     return OperatorRequest(_matmul_all_to_all_columns, (a, b), (name, world_size, spec), group, reads, view)
 
 
-def _to_ranks(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> MatmulCall:
-    return matmul_call("matmul_all_to_all_columns", a, [b], group, schedule, rows=a.shape[0])
+class _Columns(NamedTuple):
+    """_Columns holds the options of both operators."""
+
+    group: str
+    world_size: int
+    schedule: str
 
 
-def _to_ranks_fake(a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str) -> torch.Tensor:
-    return a.new_empty(world_size * a.shape[0], b.shape[1] // world_size)
-
-
-def _to_ranks_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, *ctx.options = inputs
-    ctx.save_for_backward(a, b)
+def _to_ranks(a: torch.Tensor, b: torch.Tensor, options: _Columns) -> MatmulCall:
+    return matmul_call("matmul_all_to_all_columns", a, [b], options.group, options.schedule, rows=a.shape[0])
 
 
 def _to_ranks_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (a, b), (group, world_size, schedule) = ctx.saved_tensors, ctx.options
-    spec = choose_backward_schedule(schedule, "all_to_all_columns_matmul")
-    grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), group, world_size, spec, True)
+    (a, b), options = ctx.saved_tensors, ctx.options
+    home = options._replace(schedule=choose_backward_schedule(options.schedule, "all_to_all_columns_matmul"))
+    grad_a, received = _all_to_all_columns_matmul(grad.contiguous(), b.t(), *home, True)
     return grad_a, a.t() @ received
 
 
 _matmul_all_to_all_columns = define(
     "matmul_all_to_all_columns",
     _to_ranks,
-    _to_ranks_fake,
+    lambda a, b, options: a.new_empty(options.world_size * a.shape[0], b.shape[1] // options.world_size),
     returns=torch.Tensor,
-    save=_to_ranks_save,
+    save=save_factors,
     backward=_to_ranks_backward,
 )
 
@@ -96,44 +97,28 @@ def columns_from_ranks(
     return OperatorRequest(_all_to_all_columns_matmul, (a, b), options, group, reads, view, after)
 
 
-def _from_ranks(
-    a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str, return_received: bool
-) -> MatmulCall:
+def _from_ranks(a: torch.Tensor, b: torch.Tensor, options: _Columns, return_received: bool) -> MatmulCall:
+    group, _, schedule = options
     return matmul_call("all_to_all_columns_matmul", a, [b], group, schedule, rows=a.shape[0], return_gathered=return_received)
 
 
-def _from_ranks_fake(
-    a: torch.Tensor, b: torch.Tensor, group: str, world_size: int, schedule: str, return_received: bool
-) -> list[torch.Tensor]:
-    rows = a.shape[0] // world_size
+def _from_ranks_fake(a: torch.Tensor, b: torch.Tensor, options: _Columns, return_received: bool) -> list[torch.Tensor]:
+    rows = a.shape[0] // options.world_size
     return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, b.shape[0])] * return_received
 
 
-def _from_ranks_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-    a, b, *ctx.options = inputs
-    # Zeros for received rows that nobody has used would go through the whole backward.
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(a, b, *outputs[1:])
-
-
 def _from_ranks_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, *saved), (group, world_size, schedule, return_received) = ctx.saved_tensors, ctx.options
-    grad = a.new_zeros(a.shape[0] // world_size, b.shape[1]) if grads[0] is None else grads[0].contiguous()
-    grad_a = grad_b = None
-    if ctx.needs_input_grad[0]:
-        factors, columns = grad, b
-        if return_received and grads[-1] is not None:
-            # The gradient of the received rows goes back with the rest, as a product with 1.
-            factors = torch.cat([grad, grads[-1]], 1)
-            columns = torch.cat([b, torch.eye(b.shape[0], dtype=b.dtype, device=b.device)], 1)
-        spec = choose_backward_schedule(schedule, "matmul_all_to_all_columns")
-        grad_a = _matmul_all_to_all_columns(factors, columns.t(), group, world_size, spec)
-    if ctx.needs_input_grad[1]:
-        # Exchanging again costs time; keeping what arrived costs as much memory as a from forward to backward.
-        nothing = make_empty_operand_after(b, grad if grad_a is None else grad_a)
-        received = saved[0] if saved else _all_to_all_columns_matmul(a, nothing, group, world_size, "sequential", True)[1]
-        grad_b = received.t() @ grad
-    return grad_a, grad_b
+    saved, options = ctx.saved_tensors, ctx.options
+    home = options._replace(schedule=choose_backward_schedule(options.schedule, "matmul_all_to_all_columns"))
+    again = options._replace(schedule="sequential")
+    return find_gradients_of_received(
+        ctx,
+        saved,
+        grads,
+        saved[0].shape[0] // options.world_size,
+        lambda grad, columns: _matmul_all_to_all_columns(grad.contiguous(), columns, *home),
+        lambda nothing: _all_to_all_columns_matmul(saved[0], nothing, *again, True)[1],
+    )
 
 
 _all_to_all_columns_matmul = define(
@@ -141,6 +126,6 @@ _all_to_all_columns_matmul = define(
     _from_ranks,
     _from_ranks_fake,
     returns=list[torch.Tensor],
-    save=_from_ranks_save,
+    save=save_factors_and_received,
     backward=_from_ranks_backward,
 )

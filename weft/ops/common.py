@@ -7,10 +7,10 @@ that does; the shapes for torch.compile; what autograd saves, and the backward; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,52 @@ def choose_backward_schedule(schedule: str, op: Op) -> str:
     family = schedule.partition(":")[0]
     missing = family in schedules.NAMES and family not in schedules.names(op)
     return "auto" if missing or schedule.startswith("value:") else schedule
+
+
+def save_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    """Save what the backward of an operator (a, b, options) needs."""
+    a, b, ctx.options = inputs
+    ctx.save_for_backward(a, b)
+
+
+def save_factors_and_received(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
+    """Save what `find_gradients_of_received` needs, of an operator (a, b, options, return_received)."""
+    a, b, ctx.options, ctx.return_received = inputs
+    # Without this, zeros would go through the whole backward if the received rows have no gradient.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(a, b, *outputs[1:])
+
+
+def find_gradients_of_received(
+    ctx: Any,
+    saved: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+    rows: int,
+    give_back: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    receive: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of a and b of an operator that exchanges a, and returns received @ b and perhaps received.
+
+    saved: a, b, and the received rows if they were returned.
+    rows: the number of received rows.
+    give_back: (x, y) returns x @ y to the ranks whose rows were received.
+    receive: exchanges a again, given an operand b without columns.
+    """
+    (_, b, *received), grad_a, grad_b = saved, None, None
+    grad = b.new_zeros(rows, b.shape[1]) if grads[0] is None else grads[0]
+    if ctx.needs_input_grad[0]:
+        factors, columns = grad, b
+        if ctx.return_received and grads[-1] is not None:
+            # The same exchange returns the gradient of the received rows, as a product with the identity.
+            factors = torch.cat([grad, grads[-1]], 1)
+            columns = torch.cat([b, torch.eye(b.shape[0], dtype=b.dtype, device=b.device)], 1)
+        grad_a = give_back(factors, columns.t())
+    if ctx.needs_input_grad[1]:
+        # Saving the received rows would cost as much memory as a from forward to backward, so they are exchanged again by
+        # default.
+        nothing = make_empty_operand_after(b, grad if grad_a is None else grad_a)
+        grad_b = (received[0] if received else receive(nothing)).t() @ grad
+    return grad_a, grad_b
 
 
 # Errors that are raised before a call begins are published to the peers.
@@ -163,6 +209,15 @@ def check_own_memory(name: str, tensor: torch.Tensor) -> None:
         )
 
 
+def check_addend(name: str, given: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ValueError unless a tensor can be added to a result of this shape, dtype and device."""
+    if not isinstance(given, torch.Tensor) or tuple(given.shape) != tuple(shape):
+        raise ValueError(f"{name} is {describe(given)}; it must be {list(shape)}")
+    check_local_strided(name, given)
+    if given.dtype != dtype or given.device != device:
+        raise ValueError(f"{name} is {given.dtype} on {given.device}; it must be {dtype} on {device}, as the result is")
+
+
 def to_list(name: str, values: Iterable[torch.Tensor], use: str) -> list[torch.Tensor]:
     """Return several tensors as a list. Raises ValueError for another type; `use` says what would work."""
     if not isinstance(values, (list, tuple)):
@@ -226,17 +281,11 @@ def rows_of(shape: Sequence[int], dim: int = 0, entries: int | None = None) -> R
     if len(shape) == 2:
         return None
     entries = shape[dim] if entries is None else entries
-    moved = 0 if is_outermost(shape[:dim]) else dim
+    # torch.compile does not look at the extents before the dimension, because it would guard on them.
+    outermost = dim == 0 or (not torch.compiler.is_compiling() and all(extent == 1 for extent in shape[:dim]))
+    moved = 0 if outermost else dim
     extents = (*shape[:dim], entries, *shape[dim + 1 : -1]) if not moved else (entries, *shape[:dim], *shape[dim + 1 : -1])
     rows = 1
     for extent in extents:
         rows *= extent
     return RowsOf(moved, extents, rows)
-
-
-def is_outermost(before: Sequence[int]) -> bool:
-    """Return whether a dimension is the outermost one, apart from dimensions of extent 1. Then it need not be moved.
-
-    before: the extents of the dimensions before it. torch.compile does not look at them, because it would guard on them.
-    """
-    return len(before) == 0 or (not torch.compiler.is_compiling() and all(extent == 1 for extent in before))

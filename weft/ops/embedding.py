@@ -401,8 +401,7 @@ def _update(
 ) -> torch.Tensor:
     with torch.no_grad():
         backward = _bound_backward(lookup, grad, indices, offsets, weights)
-        optimizer = gradients.Optimizer(kind=update.kind, lr=update.lr, eps=update.eps, states=states)
-        work = partial(backward.apply, grad, tables, optimizer, of_weights=update.of_weights)
+        work = partial(backward.apply, grad, tables, states, **update._asdict())
         factors = GROUPS.watched(lookup.group, _BACKWARD, lookup.describe(), grad.device, work)
     return grad.new_empty(0) if factors is None else factors
 

@@ -25,65 +25,54 @@ Tensor = torch.Tensor
 
 def cut(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Return this rank's part of a whole tensor along a dimension."""
-    return _moved(_Cut, x, (dim % x.dim(), x.shape[dim], group.group_name, group.rank(), group.size()))
+    return _moved(x, False, (dim % x.dim(), x.shape[dim], group.group_name, group.rank(), group.size()))
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
     """Return the whole tensor, of which x is this rank's part along a dimension. total: the dimension's whole size."""
-    return _moved(_Gather, x, (dim % x.dim(), total, group.group_name, group.rank(), group.size()))
+    return _moved(x, True, (dim % x.dim(), total, group.group_name, group.rank(), group.size()))
 
 
 Place = tuple[int, int, str, int, int]
 """The dimension, its whole size, the name of the process group, this rank in it, and its number of ranks."""
 
 
-def _moved(move: type[_Cut | _Gather], x: Tensor, place: Place) -> Tensor:
+def _moved(x: Tensor, gathers: bool, place: Place) -> Tensor:
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return move.move(x, *place)
-    found: Tensor = move.apply(x, *place)  # type: ignore[no-untyped-call]
+        return _gather(x, *place) if gathers else _cut(x, *place)
+    found: Tensor = _Move.apply(x, gathers, *place)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def move(x: Tensor, dim: int, total: int, group: str, rank: int, ranks: int) -> Tensor:
-        size = -(-total // ranks)
-        low = min(rank * size, total)
-        return x.narrow(dim, low, min(size, total - low)).clone(memory_format=torch.contiguous_format)
-
+class _Move(torch.autograd.Function):
     # With setup_context, each call would bind its arguments to a signature, which takes longer than all the rest.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *place: Any) -> Tensor:
-        ctx.place = place
-        return _Cut.move(x, *place)
+    def forward(ctx: Any, x: Tensor, gathers: bool, *place: Any) -> Tensor:
+        ctx.gathers, ctx.place = gathers, place
+        return _gather(x, *place) if gathers else _cut(x, *place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _moved(_Gather, grads[0], ctx.place), None, None, None, None, None
+        return _moved(grads[0], not ctx.gathers, ctx.place), None, None, None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def move(x: Tensor, dim: int, total: int, group: str, rank: int, ranks: int) -> Tensor:
-        size, shape = -(-total // ranks), list(x.shape)
-        own = shape[dim]
-        if own < size:
-            shape[dim] = size - own
-            x = torch.cat([x, x.new_zeros(shape)], dim)
-            shape[dim] = size
-        if size * ranks == total and prod(shape[:dim]) == 1:
-            shape[dim] = total
-            return all_gathered(x, shape, group)
-        parts = all_gathered(x, [ranks, *shape], group).unbind()
-        if size * ranks != total:
-            parts = tuple(part.narrow(dim, 0, max(min(size, total - i * size), 0)) for i, part in enumerate(parts))
-        return torch.cat(parts, dim)
+def _cut(x: Tensor, dim: int, total: int, group: str, rank: int, ranks: int) -> Tensor:
+    size = -(-total // ranks)
+    low = min(rank * size, total)
+    return x.narrow(dim, low, min(size, total - low)).clone(memory_format=torch.contiguous_format)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *place: Any) -> Tensor:
-        ctx.place = place
-        return _Gather.move(x, *place)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _moved(_Cut, grads[0], ctx.place), None, None, None, None, None
+def _gather(x: Tensor, dim: int, total: int, group: str, rank: int, ranks: int) -> Tensor:
+    size, shape = -(-total // ranks), list(x.shape)
+    own = shape[dim]
+    if own < size:
+        shape[dim] = size - own
+        x = torch.cat([x, x.new_zeros(shape)], dim)
+        shape[dim] = size
+    if size * ranks == total and prod(shape[:dim]) == 1:
+        shape[dim] = total
+        return all_gathered(x, shape, group)
+    parts = all_gathered(x, [ranks, *shape], group).unbind()
+    if size * ranks != total:
+        parts = tuple(part.narrow(dim, 0, max(min(size, total - i * size), 0)) for i, part in enumerate(parts))
+    return torch.cat(parts, dim)

@@ -42,7 +42,7 @@ from weft.runtime.bindings import scales_name
 from weft.runtime.calls import ScaledOperands
 from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
-from weft.runtime.ragged import RaggedCall
+from weft.runtime.ragged import RaggedCall, room
 from weft.schedules import ragged
 
 _DISPATCH: Op = "ragged_all_to_all_matmul"
@@ -118,10 +118,7 @@ def ragged_combine(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run matmul_all_to_all with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
     spec = _spec(schedule)
-    name, _, world_size = resolve_group(group)
-    experts = _check(a, b, splits, world_size, by_expert=True)
-    by_expert, rows = splits.reshape(experts, world_size), _capacity(max_rows)
-    options = (name, world_size, rows, a_rows, limit, spec)
+    by_expert, options = _checked(_COMBINE, a, b, group, splits, max_rows, a_rows, limit, spec)
     if scales or a.dtype in FLOAT8:
         out, counts = _scaled(_COMBINE, a, b, by_expert, scales, options)
     else:
@@ -130,14 +127,8 @@ def ragged_combine(
 
 
 def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    return _run(_COMBINE, a, b, splits, options)
-
-
-def _combine_fake(
-    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged
-) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = a.new_empty(options.world_size, b.shape[0], dtype=torch.int32)
-    return a.new_empty(options.max_rows, b.shape[2]), counts
+    out, counts = _run(_COMBINE, a, b, splits, options)
+    return out, counts
 
 
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -154,7 +145,11 @@ def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[An
 
 
 _ragged_matmul_all_to_all = define(
-    "ragged_matmul_all_to_all", _combine, _combine_fake, save=_combine_save, backward=_combine_backward
+    "ragged_matmul_all_to_all",
+    _combine,
+    lambda a, b, splits, options: _empty(_COMBINE, a, b, options),
+    save=_combine_save,
+    backward=_combine_backward,
 )
 
 
@@ -176,10 +171,7 @@ def ragged_dispatch(
 ) -> tuple[torch.Tensor, ...]:
     """Run all_to_all_matmul with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
     spec = _spec(schedule)
-    name, _, world_size = resolve_group(group)
-    experts = _check(a, b, splits, world_size, by_expert=False)
-    by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    options = (name, world_size, rows, a_rows, limit, spec)
+    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, spec)
     if scales or a.dtype in FLOAT8:
         results = _scaled(_DISPATCH, a, b, by_rank, scales, options, return_received=return_received)
     else:
@@ -191,16 +183,13 @@ def ragged_dispatch(
 def _dispatch(
     a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool
 ) -> list[torch.Tensor]:
-    found = GROUPS.run(options.group, _call(_DISPATCH, a, b, splits, options, return_received=return_received))
-    return [found["out"][0], found["counts"][0], *found.get("received", [])]
+    return _run(_DISPATCH, a, b, splits, options, return_received=return_received)
 
 
 def _dispatch_fake(
     a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool
 ) -> list[torch.Tensor]:
-    counts = a.new_empty(b.shape[0], options.world_size, dtype=torch.int32)
-    received = [a.new_empty(options.max_rows, a.shape[1])] * return_received
-    return [a.new_empty(options.max_rows, b.shape[2]), counts, *received]
+    return [*_empty(_DISPATCH, a, b, options), *[a.new_empty(options.max_rows, a.shape[1])] * return_received]
 
 
 def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
@@ -226,19 +215,12 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
     if ctx.needs_input_grad[1]:
         # Saving the received rows would cost max_rows x K of memory from forward to backward, so they are exchanged again by
         # default.
-        rows = (
-            received[0]
-            if received
-            else _receive_again(a, make_empty_operand_after(b, grad if grad_a is None else grad_a), splits, options)
-        )
-        grad_b = grouped_outer(rows, grad, counts.sum(1))
+        if not received:
+            nothing = make_empty_operand_after(b, grad if grad_a is None else grad_a)
+            again = options._replace(schedule=_backward_spec(options.schedule))
+            _, _, *received = _ragged_all_to_all_matmul(a, nothing, splits, *again, True)
+        grad_b = grouped_outer(received[0], grad, counts.sum(1))
     return grad_a, grad_b, None
-
-
-def _receive_again(a: torch.Tensor, nothing: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> torch.Tensor:
-    again = options._replace(schedule=_backward_spec(options.schedule))
-    rows: torch.Tensor = _ragged_all_to_all_matmul(a, nothing, splits, *again, True)[2]
-    return rows
 
 
 _ragged_all_to_all_matmul = define(
@@ -265,12 +247,9 @@ def ragged_gated(
     a_rows, limit: as for _Ragged.
     scales: the scales of FP8 operands. With blockwise scales F is a multiple of 128.
     """
-    name, _, world_size = resolve_group(group)
-    experts = _check(a, b, splits, world_size, by_expert=False)
+    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, "auto")
     if b.dim() != 3 or b.shape[2] % 2:
         raise ValueError(f"b is {describe(b)}; for a gated product it must be [experts, K, 2 F]")
-    by_rank, rows = splits.reshape(world_size, experts), _capacity(max_rows)
-    options = (name, world_size, rows, a_rows, limit, "auto")
     if scales or a.dtype in FLOAT8:
         out, counts = _scaled(_DISPATCH, a, b, by_rank, scales, options, gated=True)
     else:
@@ -279,15 +258,13 @@ def ragged_gated(
 
 
 def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    return _run(_DISPATCH, a, b, splits, options, gated=True)
+    out, counts = _run(_DISPATCH, a, b, splits, options, gated=True)
+    return out, counts
 
 
-def _gated_fake(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    counts = a.new_empty(b.shape[0], options.world_size, dtype=torch.int32)
-    return a.new_empty(options.max_rows, b.shape[2] // 2), counts
-
-
-_ragged_all_to_all_gated = define("ragged_all_to_all_gated", _gated, _gated_fake)
+_ragged_all_to_all_gated = define(
+    "ragged_all_to_all_gated", _gated, lambda a, b, splits, options: _empty(_DISPATCH, a, b, options, gated=True)
+)
 
 
 # FP8 operands.
@@ -315,12 +292,12 @@ def _scaled(
     b: torch.Tensor,
     splits: torch.Tensor,
     scales: ScaleAndBias,
-    options: tuple[str, int, int, int | None, str, str],
+    options: _Ragged,
     *,
     return_received: bool = False,
     gated: bool = False,
 ) -> list[torch.Tensor]:
-    """Check the scales, and run the operator. options: the fields of _Ragged."""
+    """Check the scales, and run the operator."""
     if "bias" in scales:
         raise ValueError("bias cannot be used with splits; add it to the rows that arrive")
     of = quantised(op, a, [b], scales)
@@ -346,11 +323,8 @@ def _run_scaled(
     op: Any = scaled.op
     names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], scaled.recipe
     scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=scaled.use_fast_accum)
-    call = _call(op, a, b, splits, options, return_received=scaled.return_received, gated=scaled.gated)
-    call.scales = ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype)
-    found = GROUPS.run(options.group, call)
-    received = [*found["received"], *found[scales_name("received")]] if scaled.return_received else []
-    return [found["out"][0], found["counts"][0], *received]
+    more = {"return_received": scaled.return_received, "gated": scaled.gated}
+    return _run(op, a, b, splits, options, scales=ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype), **more)
 
 
 def _fake_scaled(
@@ -362,11 +336,9 @@ def _fake_scaled(
     options: _Ragged,
     scaled: _ScaledOptions,
 ) -> list[torch.Tensor]:
-    experts, _, n = b.shape
-    extents = (experts, options.world_size) if scaled.op == _DISPATCH else (options.world_size, experts)
-    out = a.new_empty(options.max_rows, n // 2 if scaled.gated else n, dtype=scaled.output_dtype)
+    results = _empty(scaled.op, a, b, options, dtype=scaled.output_dtype, gated=scaled.gated)
     received = [a.new_empty(options.max_rows, a.shape[1]), scale_a.new_empty(options.max_rows, scale_a.shape[1])]
-    return [out, a.new_empty(extents, dtype=torch.int32), *received * scaled.return_received]
+    return [*results, *received * scaled.return_received]
 
 
 _ragged_scaled_matmul = define("ragged_scaled_matmul", _run_scaled, _fake_scaled)
@@ -375,17 +347,22 @@ _ragged_scaled_matmul = define("ragged_scaled_matmul", _run_scaled, _fake_scaled
 # What they share.
 
 
-def _call(op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: bool) -> RaggedCall:
-    limits = {"max_rows": options.max_rows, "a_rows": options.a_rows, "limit": options.limit}
-    return RaggedCall(op=op, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)  # type: ignore[arg-type]
+def _run(op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: Any) -> list[torch.Tensor]:
+    """Run an operator. Return the result, the counts of the rows that arrived, and these rows and their scales if asked for."""
+    limits: dict[str, Any] = {"max_rows": options.max_rows, "a_rows": options.a_rows, "limit": options.limit}
+    call = RaggedCall(op=op, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)
+    found = GROUPS.run(options.group, call)
+    return [found["out"][0], found["counts"][0], *found.get("received", []), *found.get(scales_name("received"), [])]
 
 
-def _run(
-    op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: bool
+def _empty(
+    op: str, a: torch.Tensor, b: torch.Tensor, options: _Ragged, *, dtype: torch.dtype | None = None, gated: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run an operator, and return the result and the counts of the rows that arrived."""
-    found = GROUPS.run(options.group, _call(op, a, b, splits, options, **more))
-    return found["out"][0], found["counts"][0]
+    """Return an empty result and empty counts. dtype: that of the result, if it is not that of a."""
+    experts, _, n = b.shape
+    extents = (experts, options.world_size) if op == _DISPATCH else (options.world_size, experts)
+    out = a.new_empty(options.max_rows, n // 2 if gated else n, dtype=dtype)
+    return out, a.new_empty(extents, dtype=torch.int32)
 
 
 def refuse_max_rows(max_rows: int | None) -> None:
@@ -430,33 +407,30 @@ def _capacity(max_rows: int | None) -> int:
     return max_rows
 
 
-def _check(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, world_size: int, *, by_expert: bool) -> int:
-    """Check the operands and splits, and return the number of experts."""
+def _checked(
+    op: Op,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    splits: torch.Tensor,
+    max_rows: int | None,
+    *rest: Any,
+) -> tuple[torch.Tensor, _Ragged]:
+    """Check the arguments. Return the splits as a matrix, and the options. rest: the other options, from a_rows on."""
+    name, _, world_size = resolve_group(group)
     if not isinstance(b, torch.Tensor) or b.dim() not in (2, 3) or (b.dim() == 3 and not b.shape[0]):
         raise ValueError(f"b is {describe(b)}; with splits it must be a matrix, or [experts, K, N] with at least one expert")
     check_operands(a, [_grouped(b)[0]], scaled=True)
     if a.dim() != 2:
         raise ValueError(f"a is {describe(a)}; with splits it must be a matrix")
     experts = b.shape[0] if b.dim() == 3 else 1
-    extents = (experts, world_size) if by_expert else (world_size, experts)
-    shapes = [extents] + ([(world_size,)] if experts == 1 else []) + ([] if by_expert else [(world_size * experts,)])
+    extents = (world_size, experts) if op == _DISPATCH else (experts, world_size)
+    shapes = [extents, *[(world_size,)] * (experts == 1), *[(world_size * experts,)] * (op == _DISPATCH)]
     if not isinstance(splits, torch.Tensor) or tuple(splits.shape) not in shapes:
         raise ValueError(f"splits is {describe(splits)}; for this b and group it must be {' or '.join(map(str, shapes))}")
     if splits.dtype not in (torch.int32, torch.int64) or splits.device != a.device:
         raise ValueError(f"splits is {splits.dtype} on {splits.device}; it must be int32 or int64 on {a.device}, as a is")
-    return experts
-
-
-def room(rows: int) -> int:
-    """Return a max_rows for at least this many rows.
-
-    It has few different values, because each needs a program with its own memory. It is at most an eighth larger.
-
-    >>> [room(rows) for rows in (0, 7, 16, 17, 1000, 16384)]
-    [1, 7, 16, 18, 1024, 16384]
-    """
-    step = 1 << max(0, rows.bit_length() - 4)
-    return max(1, -(-rows // step) * step)
+    return splits.reshape(extents), _Ragged(name, world_size, _capacity(max_rows), *rest)
 
 
 def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

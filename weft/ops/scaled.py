@@ -17,7 +17,7 @@ import torch
 from weft.compat.device import capabilities
 from weft.core.logs import warn_once
 from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling, split
-from weft.ops.common import DTYPES, FLOAT8, as_matrix, describe
+from weft.ops.common import DTYPES, FLOAT8, RowsOf, as_matrix, check_addend
 from weft.ops.operator import define
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
@@ -72,12 +72,6 @@ class Quantised(NamedTuple):
     use_fast_accum: bool
     bias: torch.Tensor | None
 
-    def moved(self, dim: int) -> Quantised:
-        """Return the same for an a whose dimension `dim` has been moved to the front."""
-        if self.scale_a is None or self.recipe == "tensorwise":
-            return self
-        return self._replace(scale_a=self.scale_a.movedim(dim, 0))
-
 
 def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleAndBias | ScaleOptions) -> Quantised:
     """Check the arguments for FP8 operands, and return them. a and b must have passed check_operands.
@@ -111,7 +105,10 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
         raise ValueError(f"output_dtype is {output_dtype}; weft writes {', '.join(DTYPES.values())}")
     if scale_a is None and output_dtype != a.dtype:
         raise ValueError(f"output_dtype is {output_dtype}; for an a that is quantised it must be a's, {a.dtype}")
-    _check_bias(bias, bs, output_dtype)
+    if bias is not None and len(bs) > 1:
+        raise ValueError("bias is given with several b; add it to their results, or pass one b")
+    if bias is not None:
+        check_addend("bias", bias, (bs[0].shape[1],), output_dtype, bs[0].device)
     if recipe == "tensorwise":
         scale_a = None if scale_a is None else scale_a.reshape(1, 1)
         scales = [scale.reshape(-1, 1, 1) if scale.dim() == 3 else scale.reshape(1, 1) for scale in scales]
@@ -187,17 +184,6 @@ def _check_layout(name: str, b: torch.Tensor, recipe: Recipe) -> None:
         raise ValueError(
             f"{name} is row-major; the columns of an FP8 b must be contiguous: pass weight.mT of a contiguous weight"
         )
-
-
-def _check_bias(bias: Any, bs: Sequence[torch.Tensor], output_dtype: torch.dtype) -> None:
-    if bias is None:
-        return
-    if len(bs) > 1:
-        raise ValueError("bias is given with several b; add it to their results, or pass one b")
-    if not isinstance(bias, torch.Tensor) or tuple(bias.shape) != (bs[0].shape[1],):
-        raise ValueError(f"bias is {describe(bias)}; it must be [{bs[0].shape[1]}]")
-    if bias.dtype != output_dtype or bias.device != bs[0].device:
-        raise ValueError(f"bias is {bias.dtype} on {bias.device}; it must be {output_dtype} on {bs[0].device}")
 
 
 class _Scaled(NamedTuple):
@@ -301,7 +287,9 @@ def scaled_matmul(
     group: tuple[str, int, int],
     schedule: str,
     *,
-    rows: int,
+    dim: int = 0,
+    view: RowsOf | None = None,
+    rows: int | None = None,
     unit: int = 1,
     return_gathered: bool = False,
     reduce_op: str = "sum",
@@ -312,17 +300,19 @@ def scaled_matmul(
 
     Return its products, with of.bias added, then the gathered rows and their scales if these were requested.
 
-    a: [m, K], whose scales are of.scale_a.
+    a: any number of dimensions, whose scales are of.scale_a.
     group: its name, this rank, and world_size.
-    rows, unit: as MatmulCall's rows and row_multiple.
+    dim: the dimension of a that is the outermost one of the matrix of its rows.
+    view: how results are restored to the caller's shape. None if they are matrices.
+    rows, unit: as MatmulCall's rows and row_multiple. By default the rows are those of a.
     """
-    options = _Scaled(
-        op, *group, rows, unit, schedule, return_gathered, reduce_op, of.recipe, of.output_dtype, of.use_fast_accum
-    )
-    scale_a = of.scale_a
+    a, scale_a = as_matrix(a.movedim(dim, 0)), of.scale_a
     if scale_a is None and (op not in GATHERS or _converts_nowhere(a)):
         a, scale_a = quantised_here(a, of.recipe)
     elif scale_a is not None and scale_a.dim() > 2:
-        scale_a = as_matrix(scale_a)
+        scale_a = as_matrix(scale_a.movedim(dim, 0))
+    rows, how = a.shape[0] if rows is None else rows, (of.recipe, of.output_dtype, of.use_fast_accum)
+    options = _Scaled(op, *group, rows, unit, schedule, return_gathered, reduce_op, *how)
     out, *others = _scaled_matmul(a, list(bs), scale_a, of.scale_bs, bias, residual, *options)
-    return [out if of.bias is None else out + of.bias, *others]
+    results = [out if of.bias is None else out + of.bias, *others]
+    return results if view is None else [view.restore(one) for one in results]

@@ -28,13 +28,13 @@ from weft.core.problem import split
 from weft.core.schedule import Schedule
 from weft.ops.common import (
     FLOAT8,
-    as_matrix,
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
     make_empty_operand_after,
     resolve_group,
     rows_of,
+    save_factors,
     schedule_to_spec,
     to_list,
 )
@@ -173,9 +173,8 @@ def all_gather_matmul(
     scaled = quantised("all_gather_matmul", a, bs, scales) if scales or a.dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
     dim = _dimension("gather_dim", gather_dim, a)
-    moved = a.movedim(dim, 0) if dim else a
-    _check_rows(rows, moved.shape[0], rank, world_size)
-    shape = moved.shape
+    shape = (a.movedim(dim, 0) if dim else a).shape
+    _check_rows(rows, shape[0], rank, world_size)
     total = world_size * shape[0] if rows is None else rows
     unit = count_rows_per_entry(shape)
     keep = keep_gathered and torch.is_grad_enabled() and any(one.requires_grad for one in bs)
@@ -188,10 +187,9 @@ def all_gather_matmul(
         return (out, *results[count:]) if return_gathered else out
 
     if scaled is not None:
-        sizes: dict[str, Any] = {"rows": total * unit, "unit": max(unit, 1), "return_gathered": return_gathered}
-        own = scaled.moved(dim)
-        results = scaled_matmul("all_gather_matmul", as_matrix(moved), bs, own, (name, rank, world_size), spec, **sizes)
-        return after(results if view is None else [view.restore(one) for one in results])
+        how: dict[str, Any] = {"dim": dim, "view": view, "rows": total * unit, "unit": max(unit, 1)}
+        of_group, how["return_gathered"] = (name, rank, world_size), return_gathered
+        return after(scaled_matmul("all_gather_matmul", a, bs, scaled, of_group, spec, **how))
     options = (name, total * unit, max(unit, 1), spec, gathered, keep)
     return OperatorRequest(_all_gather_matmul, (a, bs), options, group, reads, view, after)
 
@@ -306,17 +304,13 @@ def matmul_reduce_scatter(
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
     name, rank, world_size = resolve_group(group)
     dim = _dimension("scatter_dim", scatter_dim, a)
-    moved = a.movedim(dim, 0) if dim else a
-    shape = moved.shape
+    shape = (a.movedim(dim, 0) if dim else a).shape
     unit, spec = max(count_rows_per_entry(shape), 1), schedule_to_spec(schedule, "matmul_reduce_scatter")
     low, high = split(shape[0], world_size)[rank]
-    if scaled is not None:
-        own, flat = scaled.moved(dim), as_matrix(moved)
-        sizes: dict[str, Any] = {"rows": flat.shape[0], "unit": unit, "reduce_op": op}
-        (out,) = scaled_matmul("matmul_reduce_scatter", flat, [b], own, (name, rank, world_size), spec, **sizes)
-        view = rows_of(a.shape, dim, high - low)
-        return out if view is None else view.restore(out)
     reads, view = (rows_of(a.shape, dim), None), rows_of(a.shape, dim, high - low)
+    if scaled is not None:
+        how: dict[str, Any] = {"dim": dim, "view": view, "unit": unit, "reduce_op": op}
+        return scaled_matmul("matmul_reduce_scatter", a, [b], scaled, (name, rank, world_size), spec, **how)[0]
     options = (name, rank, world_size, unit, spec, op)
     request = OperatorRequest(_matmul_reduce_scatter, (a, b), options, group, reads, view)
     return cast(torch.Tensor, request)  # `public` runs it
@@ -348,11 +342,6 @@ def _scatter_fake(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.
     return a.new_empty((high - low) * options.unit, b.shape[1])
 
 
-def _scatter_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, ctx.options = inputs
-    ctx.save_for_backward(a, b)
-
-
 def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     (a, b), options = ctx.saved_tensors, ctx.options
     scaled = grad / options.world_size if options.op == "avg" else grad
@@ -363,7 +352,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _matmul_reduce_scatter = define(
-    "matmul_reduce_scatter", _scatter, _scatter_fake, returns=torch.Tensor, save=_scatter_save, backward=_scatter_backward
+    "matmul_reduce_scatter", _scatter, _scatter_fake, returns=torch.Tensor, save=save_factors, backward=_scatter_backward
 )
 
 

@@ -127,9 +127,9 @@ def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Rep
     state = GROUPS.known(layer.group)
     if state is None:
         return
-    choices = {choice.problem: choice for choice in state.programs.tuner.choices()}
+    choices = {choice.problem: choice for choice in state.tuner.choices()}
     seen: set[tuple[Problem, str]] = set()
-    for schedule, asked in state.programs.schedules_and_specs():
+    for schedule, asked in state.schedules_and_specs():
         problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
         if not isinstance(problem, Problem) or (problem, spec) in seen or not _is_of(problem, asked, layer):
             continue

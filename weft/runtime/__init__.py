@@ -6,7 +6,7 @@ From a call to a program:
     gradients.py                                 the backward of lookups
     groups.py  programs.py                       the registry of process groups; a group's calls and its bound programs
     environment.py                               settings from the environment, read before ranks start
-    agreed_profile.py  nearest.py                the machine profile that all ranks use
+    nearest.py                                   the machine profile that is nearest to a device
     buckets.py                                   row counts that are padded to a bucket
     choose.py  tuner.py  autotune.py             from `schedule=` to a schedule: by name or plan, measured before or now
     plan_cache.py                                files with earlier measurements
@@ -40,7 +40,7 @@ Failure:
 
 Libraries, and the rest:
 
-    nccl.py  unscheduled.py                      NCCL's collectives; work of all ranks without a schedule
+    nccl.py                                      NCCL's collectives
     network.py  host_wire.py                     messages between nodes by NCCL, and by gloo
     ranks.py  versions.py                        rank processes that weft starts; versions of libraries
 """

@@ -7,7 +7,7 @@ host.py and cuda.py add memory, flag words and lanes of each kind of device. Bot
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,6 +33,7 @@ from weft.core.schedule import (
     regions,
     segments,
     signalled_flags,
+    waits,
 )
 from weft.core.span import Span
 from weft.core.work import region_bytes
@@ -137,12 +138,8 @@ class BoundProgram(ABC):
         self.rank_group, self.schedule = resources.rank_group, schedule
         self.rank = self.rank_group.rank
         self.dtype = DTYPES[schedule.problem.dtype]
-        self.device, self.machine, self.tries, self.blocks = (
-            resources.device,
-            resources.machine,
-            resources.tries,
-            resources.blocks,
-        )
+        self.device, self.machine = resources.device, resources.machine
+        self.tries, self.blocks = resources.tries, resources.blocks
         schedule = self.schedule = with_fused_steps(resources, schedule)
         self.layout = layout(schedule)
         self.flags = WaiterWords(schedule)
@@ -225,6 +222,12 @@ class BoundProgram(ABC):
                     f"schedule {self.schedule.name}: {where} moves whole rows of out, but with {count} b the result is {count} "
                     "matrices; pass one b, or another schedule"
                 )
+
+    def flags_of_previous_calls(self) -> Iterator[tuple[int, int]]:
+        """Yield the word and the value of each flag for which the first call would wait, because it has no previous call."""
+        for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
+            for wait in (wait for wait in waits(step) if wait.on_previous_call):
+                yield self.flags.slot[wait.flag, lane.name, position], self.signal_value(wait.flag)
 
     def signal_value(self, flag: Flag) -> int:
         """Return the value of a flag's word once it is signalled: the number of tiles if a kernel counts, or else 1."""

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft import schedules
+from weft.comm.rank_group import RankGroup
 from weft.core import machine
+from weft.core.errors import RankMismatch
 from weft.core.logs import warn_once
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, Problem, RaggedProblem
@@ -38,6 +40,8 @@ MEASURED = 5
 """Schedules that `auto` measures besides the sequential program."""
 MODES = ("auto", "planned")
 """The values of `schedule=` that let weft choose."""
+_BITS = 48
+"""The bits of a profile's digest that ranks compare."""
 AUTOMATIC = ("auto", "planned", "sequential")
 """The values of WEFT_SCHEDULE."""
 
@@ -163,6 +167,27 @@ def readable_profile(device: torch.device, world_size: int | None = None) -> Mac
         found = nearest_profile(device, world_size)
         warn_once(f"kernels choose their tiles by the profile {found.name}: {error}")
         return found
+
+
+def agreed_profile(group: RankGroup, device: torch.device) -> Machine:
+    """Return the profile that all ranks of a group have for their devices. Collective.
+
+    The tile shape determines how often a kernel counts, and a rank that waits for another rank's tiles computes that number
+    from its own profile. With two profiles it could wait forever. So ranks compare their profiles before the first kernel of a
+    group.
+
+    If WEFT_MACHINE cannot be read, it is the nearest shipped profile, with a warning.
+    Raises RankMismatch on every rank if two ranks have different profiles.
+    """
+    mine = readable_profile(device, group.world_size)
+    digests = group.agree_on_call("call: machine profile", int(mine.digest, 16) >> (64 - _BITS))
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise RankMismatch(
+                f"ranks 0 and {rank} have different machine profiles (rank {group.rank}: {mine.name}); kernels choose their "
+                "tiles by it: set WEFT_MACHINE to one profile on all ranks, or to none"
+            )
+    return mine
 
 
 @lru_cache(maxsize=4)

@@ -127,7 +127,8 @@ class CudaProgram(BoundProgram):
         own = (self._words.data_ptr() + 4 * slot for slot in range(self.flags.words))
         kernels_own = self.ragged.releases() if self.ragged is not None else []
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
-        self._preset_flags_of_previous_calls()
+        for slot, value in self.flags_of_previous_calls():
+            self._words.view(torch.int32)[slot] = value
         self.fixed = self._fixed_bindings()
         self.memory = Exclusive()
         self._set_up_steps(schedule)
@@ -178,14 +179,6 @@ class CudaProgram(BoundProgram):
         self.uses = (self.memory, resources.order.sms) if waits_on_sms else (self.memory,)
         self.replay_uses = (*self.uses, resources.captures.uses) if self.products else self.uses
         """A graph with products also uses the cuBLAS workspace with which it was captured."""
-
-    def _preset_flags_of_previous_calls(self) -> None:
-        """Raise the flags by which a call waits for the previous one, because the first call has no previous one."""
-        words = self._words.view(torch.int32)
-        for _, lane, position, step in (entry for entry in self.schedule if entry[0] == self.rank):
-            for wait in waits(step):
-                if wait.on_previous_call:
-                    words[self.flags.slot[wait.flag, lane.name, position]] = self.signal_value(wait.flag)
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
         piece = self._take(nbytes)
@@ -298,11 +291,8 @@ class CudaProgram(BoundProgram):
 
     def _address_of(self, region: Region) -> Address:
         """Return the address of a region in a call."""
-        key, buffer, item = (
-            (region.buffer, region.rank),
-            self.schedule.buffer[region.buffer],
-            self.dtype_of(region.buffer).itemsize,
-        )
+        key, buffer = (region.buffer, region.rank), self.schedule.buffer[region.buffer]
+        item = self.dtype_of(region.buffer).itemsize
         pitch = buffer.cols[region.rank] * item
         offset = region.rows[0] * pitch + region.cols[0] * item
         if buffer.kind in ("symmetric", "local"):
@@ -359,11 +349,8 @@ class CudaProgram(BoundProgram):
 
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:
-            self._play(inputs, outputs, capturing=True)
-        else:
-            with outside_graph_trees(self.resources.device):
-                self._play(inputs, outputs, capturing=False)
+        with _NO_CONTEXT if capturing else outside_graph_trees(self.resources.device):
+            self._play(inputs, outputs, capturing=capturing)
 
     def _play(self, inputs: Inputs, outputs: Outputs, *, capturing: bool) -> None:
         if self.ragged is not None:

@@ -22,7 +22,7 @@ from weft.compat.streams import Driver, Word, raw_stream
 from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import Scaling
 from weft.perf.shapes import shapes_for
-from weft.runtime.agreed_profile import agreed_profile
+from weft.runtime.choose import agreed_profile
 from weft.runtime.network import CudaWire
 from weft.runtime.order import FIRST_S, Order, PendingCall
 from weft.runtime.release import POLL_S, Releaser

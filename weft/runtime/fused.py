@@ -8,28 +8,26 @@ end within a step of the kernel's loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from weft.core.machine import Machine
+from weft.core.errors import WaitTimeout
 from weft.core.problem import CollectiveProblem, Recipe, Scaling
-from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, signalled_flags
+from weft.core.schedule import Flag, Gemm, Part, Reduce, signalled_flags, waits
 from weft.kernels import gemm as gemm_kernel
 from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables, whole_slices
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import TileShape, blocks_for, tiles_of
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.step_kernels import GatedKernel, StepKernel
+from weft.runtime.step_kernels import MovableTables, StepKernel
 from weft.runtime.sums import sum_of
 
 if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
-
-T = TypeVar("T")
 
 
 def is_fused(step: Gemm) -> bool:
@@ -45,10 +43,7 @@ def is_fused(step: Gemm) -> bool:
 
 def kernel_of(program: BoundProgram, where: Where, step: Gemm) -> FusedGemm | None:
     """Return the kernel of a GEMM, or None if it runs part by part."""
-    if not is_fused(step):
-        return None
-    scaling = program.schedule.problem.scaling
-    return FusedGemm(step, where, program.device, program.machine, program, program.buffers_of("output"), scaling)
+    return FusedGemm(program, where, step) if is_fused(step) else None
 
 
 def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKernel | None:
@@ -59,7 +54,7 @@ def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKern
     # may still use the table of an earlier call.
     given = program.buffers_of("input")
     moves = any(src.buffer in given for part in step.parts for src in part.srcs)
-    return FusedReduce(step, where, program.device) if step.parts and not signalled_flags(step) and not moves else None
+    return FusedReduce(program, where, step) if step.parts and not signalled_flags(step) and not moves else None
 
 
 def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
@@ -68,30 +63,6 @@ def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, in
         return {}
     blocks = blocks_for(step, program.device, program.machine, program.schedule.problem.scaling)
     return {part.count: tiles_of(part, blocks) for part in step.parts if part.count is not None}
-
-
-def _address(bindings: Bindings, region: Region) -> int:
-    return bindings.view(region).data_ptr()
-
-
-def _addresses_of(bindings: Bindings, regions: Iterable[Region]) -> tuple[int, ...]:
-    """Return the addresses of the buffers of regions. If they change, tables of addresses into them are rebuilt."""
-    buffers = dict.fromkeys((region.buffer, region.rank) for region in regions)
-    return tuple(bindings.tensors[key][0][0].data_ptr() for key in buffers)
-
-
-class Plans(Generic[T]):
-    """Plans caches a table of addresses into the buffers of regions, and rebuilds it if the buffers move."""
-
-    def __init__(self, regions: Sequence[Region], make: Callable[[Bindings], T]) -> None:
-        self._regions, self._make = regions, make
-        self._cached: tuple[tuple[int, ...], T] | None = None
-
-    def of(self, bindings: Bindings) -> T:
-        moved = _addresses_of(bindings, self._regions)
-        if self._cached is None or self._cached[0] != moved:
-            self._cached = moved, self._make(bindings)
-        return self._cached[1]
 
 
 _LAYOUTS = 256
@@ -112,55 +83,44 @@ def _irregular(step: Gemm, blocks: TileShape, results: int) -> str:
     return "" if in_order(step) else "its parts cannot be processed in order"
 
 
-class FusedGemm(GatedKernel):
+class FusedGemm(StepKernel):
     """A FusedGemm is the kernel of a GEMM with gates, counts, adds, or parts that are stored at peers.
 
     The launch's `out` is the caller's result, whose address may change from call to call, or else the last part's buffer. Parts
     of other buffers, and at peers, are stored by address.
 
     waits_in_kernel: true, because its tiles wait for the chunks of this call themselves.
+    status: the number of the wait that the last launch gave up, and the value that it has seen.
     """
 
     waits_in_kernel = True
 
-    def __init__(
-        self,
-        step: Gemm,
-        where: Where,
-        device: torch.device,
-        machine: Machine,
-        flags: BoundProgram,
-        outputs: Collection[str] = (),
-        scaling: Scaling | None = None,
-    ) -> None:
-        super().__init__(where, device)
-        self._device, self._flags = device, flags
-        self.step: Gemm = step
-        self._blocks, self._scaling = blocks_for(step, device, machine, scaling), scaling
+    def __init__(self, program: BoundProgram, where: Where, step: Gemm) -> None:
+        super().__init__(program, where)
+        self.status = torch.zeros(2, dtype=torch.int32, device=program.device)
+        self.step, self._scaling = step, program.schedule.problem.scaling
+        self._blocks = blocks_for(step, program.device, program.machine, self._scaling)
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
         stored = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts[::-1]))
-        given = [key for key in stored if key[0] in outputs and key[1] == where.rank]
+        given = [key for key in stored if key[0] in program.buffers_of("output") and key[1] == where.rank]
         self._out = (given or stored)[0]
         self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
         self._irregular = _irregular(step, self._blocks, len(given))
         self._counts = any(part.count for part in step.parts)
-        self._plans = Plans(self._elsewhere, self._make_tables)
+        self.tables = MovableTables(self._elsewhere, self._make_tables)
         self.launched_by = gemm_kernel.make_launcher()
         self._unfit: dict[tuple[int, ...], str] = {}
         """Why the kernel cannot run tensors of given alignments and strides, or "" if it can."""
 
-    def runs(self, bindings: Bindings) -> bool:
-        reason = self._irregular or self._reason_against(bindings)
-        if reason:
-            self.log_fallback(reason)
-        return not reason
-
-    def _reason_against(self, bindings: Bindings) -> str:
+    def reason_against(self, bindings: Bindings) -> str:
+        if self._irregular:
+            return self._irregular
         sources = [self._whole(bindings, key) for key in self._buffers]
         bs = [b for b, _ in bindings.pieces(self.step.b)]
         adds = [self._whole(bindings, key) for key in self._adds]
-        outs = [matrix for key in self._out_keys() for matrix, _ in bindings.tensors[key]]
+        keys = dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)])
+        outs = [matrix for key in keys for matrix, _ in bindings.tensors[key]]
         key = tuple(n for t in (*sources, *bs, *adds, *outs) for n in (t.data_ptr() & 15, *t.stride()))
         if key not in self._unfit:
             if len(self._unfit) == _LAYOUTS:
@@ -188,7 +148,10 @@ class FusedGemm(GatedKernel):
             return f"it counts tiles for one b, and there are {len(bs)}"
         if adds and not (len(adds) == len(bs) == 1 and loads(adds[0]) and adds[0].dtype == outs[0].dtype):
             return "it cannot load what it adds"
-        return "" if self._outs_fit(outs, bs) else "its results differ in dtype or row stride, or there are several b"
+        # Results that are stored by address need one dtype and one row stride.
+        same = len({(out.dtype, out.stride()) for out in outs}) == 1
+        fit = not self._elsewhere or (len(bs) == 1 and same)
+        return "" if fit else "its results differ in dtype or row stride, or there are several b"
 
     def _spans_columns(self, bindings: Bindings) -> bool:
         """Return whether parts read all columns of a and of what they add, and write all columns of `out`.
@@ -201,22 +164,15 @@ class FusedGemm(GatedKernel):
         widths = {key: bindings.tensors[key][-1][1][1] for key in keys if key not in elsewhere}
         return all(region.cols == (0, widths[key]) for region in regions if (key := (region.buffer, region.rank)) in widths)
 
-    def _out_keys(self) -> list[tuple[str, int]]:
-        return list(dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)]))
-
-    def _outs_fit(self, outs: list[torch.Tensor], bs: list[torch.Tensor]) -> bool:
-        """Return whether results can be stored by address, if some are: they need one dtype and one row stride."""
-        same = len({(out.dtype, out.stride()) for out in outs}) == 1
-        return not self._elsewhere or (len(bs) == 1 and same)
-
-    def lay_out(self, bindings: Bindings) -> None:
-        self._plans.of(bindings)
-
-    def _gate_address(self, flag: Flag) -> int:
-        return self._flags.gate_address(flag, self.where)
+    def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
+        gate, seen = self.status.tolist()
+        if gate:
+            self.status.zero_()
+            wait = waits(self.step)[gate - 1]
+            raise WaitTimeout(f"{self.where}: {wait.flag}: expected more than the {seen} seen; {describe(wait.flag)}")
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        plan = self._plans.of(bindings)
+        plan = self.tables.of(bindings)
         sources = tuple(self._whole(bindings, key) for key in self._buffers)
         adds = self._whole(bindings, self._adds[0]) if self._adds else None
         outs = [out for out, _ in bindings.tensors[self._out] if out.shape[1]]
@@ -253,12 +209,12 @@ class FusedGemm(GatedKernel):
 
         return tables(
             self.step,
-            device=self._device,
+            device=self.program.device,
             source=lambda part: self._buffers.index((part.a.buffer, part.a.rank)),
-            gate_address=self._gate_address,
-            count_address=self._flags.count_address,
+            gate_address=lambda flag: self.program.gate_address(flag, self.where),
+            count_address=self.program.count_address,
             stored_at=stored_at if self._elsewhere else None,
-            need=self._flags.gate_need,
+            need=self.program.gate_need,
             blocks=self._blocks,
         )
 
@@ -266,23 +222,17 @@ class FusedGemm(GatedKernel):
 class FusedReduce(StepKernel):
     """A FusedReduce is the kernel of a reduction from any addresses. It starts after its gates have been passed."""
 
-    def __init__(self, step: Reduce, where: Where, device: torch.device) -> None:
-        super().__init__(where)
-        self._device, self.step = device, step
+    def __init__(self, program: BoundProgram, where: Where, step: Reduce) -> None:
+        super().__init__(program, where)
+        self.step, self._out = step, (step.parts[0].out.buffer, step.parts[0].out.rank)
         self._sources = [src for part in step.parts for src in part.srcs]
-        self._plans = Plans(self._sources, self._make_tables)
+        self.tables = MovableTables(self._sources, self._make_tables)
         self.launched_by = reduce_kernel.make_launcher()
 
     def runs(self, bindings: Bindings) -> bool:
-        reason = self._reason_against(bindings)
-        if reason:
-            self.log_fallback(reason)
-        return not reason and self._whole_result(bindings).numel() > 0
+        return super().runs(bindings) and bindings.tensors[self._out][0][0].numel() > 0
 
-    def _whole_result(self, bindings: Bindings) -> torch.Tensor:
-        return bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank][0][0]
-
-    def _reason_against(self, bindings: Bindings) -> str:
+    def reason_against(self, bindings: Bindings) -> str:
         """Return why the kernel cannot run the tensors of a call, or "" if it can.
 
         The kernel needs one result, and sources of one dtype and row stride, as many for each part, with the rows of the
@@ -293,7 +243,7 @@ class FusedReduce(StepKernel):
         if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
             return "it has several results"
         (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
-        _, *others = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        _, *others = bindings.tensors[self._out]
         if more or others:
             return "its sources or its results consist of several matrices"
         tensors = [bindings.tensors[src.buffer, src.rank][0][0] for src in self._sources]
@@ -305,26 +255,15 @@ class FusedReduce(StepKernel):
         return all(bindings.buffers[src.buffer].kind in ("symmetric", "local") for src in self._sources)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        plan = self._plans.of(bindings)
-        ((out, _),) = bindings.tensors[self.step.parts[0].out.buffer, self.step.parts[0].out.rank]
+        plan, ((out, _),) = self.tables.of(bindings), bindings.tensors[self._out]
         like = bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0]
-        reduce(
-            like,
-            out,
-            plan,
-            divide_by=self.step.divide_by,
-            sms=sms,
-            launched_by=self.launched_by,
-            stream=stream,
-        )
-
-    def lay_out(self, bindings: Bindings) -> None:
-        self._plans.of(bindings)
+        by, launched_by = self.step.divide_by, self.launched_by
+        reduce(like, out, plan, divide_by=by, sms=sms, launched_by=launched_by, stream=stream)
 
     def _make_tables(self, bindings: Bindings) -> ReduceTables:
         return reduce_tables(
             self.step,
-            device=self._device,
-            address=lambda region: _address(bindings, region),
+            device=self.program.device,
+            address=lambda region: bindings.view(region).data_ptr(),
             itemsize=bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0].element_size(),
         )

@@ -18,14 +18,6 @@ if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 
-def kernel_of(program: BoundProgram, where: Where, step: FusedCollective) -> FusedCollectiveKernel:
-    """Return the kernel of a fused collective. Collective, because it allocates memory on all ranks.
-
-    Raises ValueError for a step that the kernel cannot run.
-    """
-    return FusedCollectiveKernel(program.schedule, where, step, program.device, program, program.blocks)
-
-
 def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
     """Return how the kernel exchanges tiles. Raises ValueError for a step that the kernel cannot run."""
     problem, rank = schedule.problem, where.rank
@@ -48,25 +40,18 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
 
 
 class FusedCollectiveKernel(StepKernel):
-    """A FusedCollectiveKernel runs one FusedCollective of one rank.
+    """A FusedCollectiveKernel runs one FusedCollective of one rank. Collective, because it allocates memory on all ranks.
 
+    Raises ValueError for a step that the kernel cannot run.
     It waits itself, and the data that it waits for comes from peers without an SM of this GPU.
     """
 
     manages_own_flags = True
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        where: Where,
-        step: FusedCollective,
-        device: torch.device,
-        owner: BoundProgram,
-        blocks: int,
-    ) -> None:
-        super().__init__(where)
-        self.step = step
-        hops, problem = _hops(schedule, where, step), schedule.problem
+    def __init__(self, program: BoundProgram, where: Where, step: FusedCollective) -> None:
+        super().__init__(program, where)
+        self.step, device, blocks = step, program.device, program.blocks
+        hops, problem = _hops(program.schedule, where, step), program.schedule.problem
         self.plan: AllReducePlan = plan(
             problem,
             where.rank,
@@ -76,7 +61,7 @@ class FusedCollectiveKernel(StepKernel):
             device=device,
             sms=blocks,
         )
-        addresses, self._box = owner.mailbox(self.plan.mailbox_bytes)
+        addresses, self._box = program.mailbox(self.plan.mailbox_bytes)
         self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
         self.launched_by = make_launcher()
         # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.

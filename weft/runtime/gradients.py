@@ -15,7 +15,7 @@ On GPUs, and under Triton's interpreter, weft.kernels.update does the sums. On C
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -24,23 +24,7 @@ import torch
 from weft.compat.device import capabilities
 from weft.core.problem import LookupProblem
 from weft.kernels.places import Places, SortedIndices, locate_indices, sort_indices
-from weft.runtime.unscheduled import AllToAll
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """An Optimizer updates table rows by their gradients.
-
-    kind: "sgd" or "rowwise_adagrad", of weft.kernels.update.KINDS.
-    lr: the learning rate.
-    eps: the number that rowwise_adagrad adds to the divisor.
-    states: the optimizer state of each table. It is empty for sgd.
-    """
-
-    kind: str
-    lr: float
-    eps: float
-    states: Sequence[torch.Tensor]
+from weft.runtime.host_wire import AllToAll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +54,7 @@ class LookupBackward:
         of_tables: whether to compute the gradients of the tables. The list is empty if not.
         of_weights: whether to compute the gradient of the weights. It is None if not.
         """
-        finish_exchange = self._start_exchange(grad)
-        places = self._locate_indices(tables)
-        sorted_indices = self._sort_indices(places, tables)
-        own_grad = finish_exchange()
+        own_grad, places, sorted_indices = self._exchange(grad, tables)
         table_grads: list[torch.Tensor] = []
         if places is None:
             no_rows, make = self.indices[:0].long(), _make_sparse if sparse else _make_dense
@@ -89,32 +70,48 @@ class LookupBackward:
         return table_grads, self._weight_gradient(own_grad, places, tables) if of_weights else None
 
     def apply(
-        self, grad: torch.Tensor, tables: Sequence[torch.Tensor], optimizer: Optimizer, *, of_weights: bool
+        self,
+        grad: torch.Tensor,
+        tables: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
+        *,
+        kind: str,
+        lr: float,
+        eps: float,
+        of_weights: bool,
     ) -> torch.Tensor | None:
         """Update the tables in place, and return the gradient of the weights for the tables before the update.
 
         Collective. Ranks may differ in `of_weights`, because each call makes the same exchange.
 
+        states: the optimizer state of each table. It is empty for sgd.
+        kind: "sgd" or "rowwise_adagrad", of weft.kernels.update.KINDS.
+        eps: the number that rowwise_adagrad adds to the divisor.
         of_weights: whether to compute the gradient of the weights. The result is None if not, or if there are no weights.
         """
-        finish_exchange = self._start_exchange(grad)
-        places = self._locate_indices(tables)
-        sorted_indices = self._sort_indices(places, tables)
-        own_grad = finish_exchange()
+        own_grad, places, sorted_indices = self._exchange(grad, tables)
         of_weights = of_weights and self.weights is not None
         weight_gradient = self._weight_gradient(own_grad, places, tables) if of_weights and places else None
         if sorted_indices:
-            options = {"lr": optimizer.lr, "eps": optimizer.eps, "sms": _count_sms(own_grad)}
-            _import_kernels().update(optimizer.kind, own_grad, sorted_indices, tables, optimizer.states, **options)
+            sms = _count_sms(own_grad)
+            _import_kernels().update(kind, own_grad, sorted_indices, tables, states, lr=lr, eps=eps, sms=sms)
         elif places:
             for position, (table, rows, sums) in enumerate(self._sum_by_row(own_grad, places, tables)):
-                _update_rows(table, rows, sums, optimizer, position)
+                rate: float | torch.Tensor = lr
+                if kind == "rowwise_adagrad":
+                    state = states[position]
+                    state[rows] += sums.square().mean(1)
+                    rate = (lr / (state[rows].sqrt() + eps))[:, None]
+                table[rows] = (table[rows].float() - rate * sums).to(table.dtype)
         return torch.zeros_like(self.weights) if of_weights and weight_gradient is None else weight_gradient  # type: ignore[arg-type]
 
-    def _start_exchange(self, grad: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start the exchange of the gradient's columns.
+    def _exchange(
+        self, grad: torch.Tensor, tables: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Places | None, SortedIndices | None]:
+        """Exchange the gradient's columns, and locate and sort the indices meanwhile.
 
-        Return a function that waits for the exchange, and returns the gradient of this rank's columns for the whole batch.
+        Return the gradient of this rank's columns for the whole batch; the bag and factor of each index, or None if this rank
+        has no tables or the batch is empty; and the indices sorted by row if kernels compute the gradients, or None.
         """
         problem = self.problem
         own = problem.columns(self.rank)
@@ -123,26 +120,12 @@ class LookupBackward:
         received_sizes = [(high - low) * own for low, high in problem.shards]
         received = grad.new_empty(sum(received_sizes))
         wait = self.all_to_all(received, packed, received_sizes, sent_sizes)
-
-        def finish_exchange() -> torch.Tensor:
-            _ = packed  # this reference keeps the memory alive that the exchange reads
-            wait()
-            return received.view(problem.m, own)
-
-        return finish_exchange
-
-    def _locate_indices(self, tables: Sequence[torch.Tensor]) -> Places | None:
-        """Return the bag and factor of each index, or None if this rank has no tables or the batch is empty."""
-        if not tables or not self.problem.m:
-            return None
-        mean = self.problem.mode == "mean"
-        return locate_indices(self.indices, self.offsets, self.weights, _row_counts(tables), mean=mean)
-
-    def _sort_indices(self, places: Places | None, tables: Sequence[torch.Tensor]) -> SortedIndices | None:
-        """Return the indices sorted by row, which only the kernels need, or None."""
-        if places is None or not self._runs_kernels(tables):
-            return None
-        return sort_indices(self.indices, places, _row_counts(tables), self.problem.m)
+        places, sorted_indices, counts = None, None, [table.shape[0] for table in tables]
+        if tables and problem.m:
+            places = locate_indices(self.indices, self.offsets, self.weights, counts, mean=problem.mode == "mean")
+            sorted_indices = sort_indices(self.indices, places, counts, problem.m) if self._runs_kernels(tables) else None
+        wait()  # `packed` lives until here, because the exchange reads its memory
+        return received.view(problem.m, own), places, sorted_indices
 
     def _runs_kernels(self, tables: Sequence[torch.Tensor]) -> bool:
         """Return whether Triton kernels compute the gradients. The interpreter does not run them in bfloat16."""
@@ -181,10 +164,6 @@ def _import_kernels() -> ModuleType:
     return update
 
 
-def _row_counts(tables: Sequence[torch.Tensor]) -> list[int]:
-    return [table.shape[0] for table in tables]
-
-
 def _count_sms(tensor: torch.Tensor) -> int:
     return capabilities(tensor.device).sms
 
@@ -206,12 +185,3 @@ def _make_dense(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> 
 
 def _make_sparse(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(rows[None], sums.to(table.dtype), table.shape, is_coalesced=True, check_invariants=False)
-
-
-def _update_rows(table: torch.Tensor, rows: torch.Tensor, sums: torch.Tensor, optimizer: Optimizer, position: int) -> None:
-    rate: float | torch.Tensor = optimizer.lr
-    if optimizer.kind == "rowwise_adagrad":
-        state = optimizer.states[position]
-        state[rows] += sums.square().mean(1)
-        rate = (optimizer.lr / (state[rows].sqrt() + optimizer.eps))[:, None]
-    table[rows] = (table[rows].float() - rate * sums).to(table.dtype)

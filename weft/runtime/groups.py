@@ -11,7 +11,7 @@ import atexit
 import gc
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -30,44 +30,33 @@ from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost
 from weft.core.schedule import Schedule
-from weft.runtime import unscheduled
 from weft.runtime.autotune import Choice
-from weft.runtime.bound import BoundProgram, Closes, Outputs
+from weft.runtime.bound import Closes, Outputs
 from weft.runtime.bound_call import RememberedCalls
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
 from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host_resources import HostResources
-from weft.runtime.host_wire import HostWire
+from weft.runtime.host_wire import AllToAll, HostWire
 from weft.runtime.order import Order
 from weft.runtime.peer_waits import bounded
 from weft.runtime.programs import KnownCall, Programs
-from weft.runtime.unscheduled import AllToAll
 
 A = TypeVar("A", bound=Closes)
 T = TypeVar("T")
 _SIDE_PRIORITY = -2
 
 
-class GroupState:
+class GroupState(Programs):
     """A GroupState is one group on this rank: its ranks, devices and programs, and the objects that other modules attach."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         warn_of_untested_versions()
-        self.rank_group = RankGroup.acquire(group)
+        super().__init__(RankGroup.acquire(group), GROUPS.values, GROUPS.remembered.drop_forgotten)
         self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
-        self.lock = self.rank_group.lock
-        self.programs = Programs(
-            self.rank_group, lambda device: self._resources_of(device), GROUPS.values, GROUPS.remembered.drop_forgotten
-        )
         self._attached: dict[type, Any] = {}
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
-
-    def forget(self, programs: Collection[BoundProgram]) -> None:
-        """Close programs as Programs.forget does."""
-        with self.lock:
-            self.programs.forget(programs)
 
     def _resources_of(self, device: torch.device) -> HostResources | CudaResources:
         if device not in self._resources_by_device:
@@ -86,7 +75,7 @@ class GroupState:
                 f"group is on nodes of {self.rank_group.nodes} ranks; peers can only write memory within one node; "
                 "use torch.empty, or pass a group within one node"
             )
-        with self.lock, PLAIN, on_device(device):
+        with self.rank_group.lock, PLAIN, on_device(device):
             self.rank_group.agree_on_call(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             resources = self._resources_of(device)
             if isinstance(resources, CudaResources):
@@ -100,13 +89,25 @@ class GroupState:
 
     def exchange_numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """Return the number that each rank passes, by rank. Collective: hosts wait for each other."""
-        with self.lock:
+        with self.rank_group.lock:
             return self.rank_group.agree_on_call(what, mine)
 
     def watched(self, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
-        """Run work as weft.runtime.unscheduled.watched does."""
-        with self.lock:
-            return unscheduled.watched(self.rank_group, self._resources_by_device.get(device), what, common, work)
+        """Run work of all ranks that no schedule describes. An error ends it on all ranks.
+
+        On GPUs it is an NCCL collective, which is watched like a first call. On CPUs the ranks first agree, as in calls, so
+        that an error names a missing rank, and then exchange messages (weft.runtime.host_wire).
+
+        what: the name of the work in errors.
+        common: what must be equal on all ranks, one line each.
+        work: the function to run.
+        """
+        with self.rank_group.lock, self.rank_group.fail_group_on_error():
+            resources = self._resources_by_device.get(device)
+            if isinstance(resources, CudaResources):
+                return resources.watchdog.watch(what, resources.current_stream(), work)
+            self.rank_group.agree_on_call(f"op: {what}\n{common}")
+            return work()
 
     def begun(self, what: str, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Callable[[], None]:
         """Agree with the other ranks, begin a gloo collective on CPUs, and return a function that waits for it.
@@ -139,9 +140,9 @@ class GroupState:
                     if isinstance(resources, CudaResources):
                         resources.watchdog.synchronize()
             except PeerLost:
-                self.programs.raise_cut()
+                self.raise_cut()
                 raise
-            self.programs.raise_noted()
+            self.raise_noted()
             self.rank_group.check_peers(may_leave=True)
 
     def side_stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -156,7 +157,7 @@ class GroupState:
     def attached(self, kind: type[A], make: Callable[[], A]) -> A:
         """Return the object that another module attaches to this group. It is made at the first use, and closed with the
         group."""
-        with self.lock:
+        with self.rank_group.lock:
             if kind not in self._attached:
                 self._attached[kind] = make()
             found: A = self._attached[kind]
@@ -166,7 +167,7 @@ class GroupState:
         """Release everything, even if errors are raised. Raises the error that has invalidated earlier results, if no call
         has."""
         closes_devices = [resources.close for resources in self._resources_by_device.values()]
-        first = [closes.close for closes in (*self._attached.values(), *self.programs.bound())]
+        first = [closes.close for closes in (*self._attached.values(), *self.bound())]
         with ExitStack() as rest:
             if any(isinstance(resources, CudaResources) for resources in self._resources_by_device.values()):
                 # Reference cycles of closed programs and their closures hold symmetric memory.
@@ -224,9 +225,9 @@ class Groups:
             try:
                 call.schedule = automatic()
             except ValueError:
-                with state.lock, state.rank_group.agree_on_value_errors():
+                with state.rank_group.lock, state.rank_group.agree_on_value_errors():
                     raise
-        return state.programs.make_call(call)
+        return state.make_call(call)
 
     def run(self, name: str, call: Call) -> Outputs:
         """Make a call, and return its outputs."""
@@ -266,10 +267,21 @@ class Groups:
         return known.watched(what, common, device, work) if (known := self.known(name)) else work()
 
     def all_to_all(self, name: str, what: str, device: torch.device) -> AllToAll:
-        """Return the function by which ranks exchange elements. In a group that has been closed, it uses the process group."""
-        if device.type == "cpu" and (known := self.known(name)):
-            return unscheduled.by_messages(known.wire, what)
-        return unscheduled.by_group(_resolve_process_group(name))  # type: ignore[arg-type]
+        """Return the function by which ranks exchange elements.
+
+        It uses messages between CPUs. On GPUs, and in a group that has been closed, it uses the process group. On GPUs the
+        current stream waits, and the host does not.
+        """
+        known = self.known(name)
+
+        def begin(taken: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> Callable[[], None]:
+            if known is not None and device.type == "cpu":
+                return known.wire().all_to_all(torch.split(given, list(gives)), torch.split(taken, list(takes)), what)
+            group: Any = _resolve_process_group(name)  # type: ignore[arg-type]
+            work = dist.all_to_all_single(taken, given, list(takes), list(gives), group=group, async_op=True)
+            return lambda: None if work is None else work.wait()  # type: ignore[func-returns-value, unused-ignore]
+
+        return begin
 
     def synchronize(self, name: str) -> None:
         """Wait for a group's calls as GroupState.synchronize does. It does nothing if the group has made no call."""
@@ -295,7 +307,7 @@ class Groups:
 
     def choices(self, name: str) -> list[Choice]:
         """Return the choices of "auto" in a group. It is empty if the group has made no call."""
-        return known.programs.tuner.choices() if (known := self.known(name)) else []
+        return known.tuner.choices() if (known := self.known(name)) else []
 
     def keep(self, schedule: Schedule) -> str:
         """Return the string that names a Schedule value in calls. It is the same on every rank.

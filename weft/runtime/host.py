@@ -92,7 +92,8 @@ class HostProgram(BoundProgram):
         self._addresses = dict(zip(self._memory.ranks, self._memory.addresses, strict=True))
         self._waiter = {slot: key for key, slot in self.flags.slot.items() if key[0].rank == self.rank}
         """The flag, and the lane and position of the step that waits for it, by word of this rank."""
-        self._preset_flags_of_previous_calls()
+        for slot, value in self.flags_of_previous_calls():
+            self.words[self.rank].store(slot, value)
         self._barriers = 0
         self._waiting: dict[str, Callable[[], str]] = {}
         self._wire = resources.wire if self.rank_group.nodes else None
@@ -120,15 +121,6 @@ class HostProgram(BoundProgram):
         blocks = {lane.name for lane in self.schedule.ranks[self.rank] if lane.kind == "blocks"}
         self._first = {lane for lane, _ in pushes} & blocks - late
         """The lanes that run before all other lanes."""
-
-    def _preset_flags_of_previous_calls(self) -> None:
-        """Raise the flags for which the first call would otherwise wait, because it has no previous call."""
-        for lane in self.schedule.ranks[self.rank]:
-            for position, step in enumerate(lane.steps):
-                for wait in waits(step):
-                    if wait.on_previous_call:
-                        slot = self.flags.slot[wait.flag, lane.name, position]
-                        self.words[self.rank].store(slot, self.signal_value(wait.flag))
 
     def prepared(self, inputs: Inputs) -> Inputs:
         if not (self._contiguous or self._widens):
@@ -300,12 +292,8 @@ class HostProgram(BoundProgram):
         for slot in self._progress[self.rank].values():
             self.words[self.rank].store(slot, 0)
         bindings = self.bind(inputs, outputs)
-        plan, call = (
-            self.plan_of(bindings),
-            IssuedCall(
-                bindings=bindings, on_kernel_done=self._raise_if_late, matmuls=dict.fromkeys(self._lane_names, self.multiply)
-            ),
-        )
+        plan, matmuls = self.plan_of(bindings), dict.fromkeys(self._lane_names, self.multiply)
+        call = IssuedCall(bindings=bindings, on_kernel_done=self._raise_if_late, matmuls=matmuls)
         if self.spans is None:
             self._run_lanes([(lane, partial(_issue, launches, call)) for lane, launches in plan.by_lane])
         else:

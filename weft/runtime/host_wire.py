@@ -24,6 +24,9 @@ from weft.runtime.peer_waits import bounded, name_lost_rank
 
 Messages = Sequence[tuple[torch.Tensor, int]]
 """Contiguous tensors, each with the rank that sends or receives it."""
+AllToAll = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], Callable[[], None]]
+"""Begins an exchange (taken, given, elements from each rank, elements to each rank) of flat tensors. Returns a function that
+waits."""
 _LATER_S = 5.0
 """gloo's bound is this much later than weft's, because gloo's error does not name a rank."""
 
@@ -76,10 +79,8 @@ class HostWire:
 
         All tensors are contiguous.
         """
-        rank, others = (
-            self.rank_group.rank,
-            [rank for rank in range(self.rank_group.world_size) if rank != self.rank_group.rank],
-        )
+        rank = self.rank_group.rank
+        others = [other for other in range(self.rank_group.world_size) if other != rank]
         taken[rank].copy_(given[rank])
         return self.begin([(given[other], other) for other in others], [(taken[other], other) for other in others], what)
 

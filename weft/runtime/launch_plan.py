@@ -110,9 +110,9 @@ class LaunchPlan:
     def __init__(self, program: BoundProgram, kernel_steps: frozenset[Place]) -> None:
         self._program, self._kernel_steps = program, kernel_steps
         self._plan_by_type: dict[type[Step], Callable[..., Iterator[Launch]]] = {
-            Wait: self._plan_wait,
-            Signal: self._plan_signal,
-            Copy: self._plan_copy,
+            Wait: lambda step, where: self._wait_and_lower([step], where),
+            Signal: lambda step, where: iter([self._signal_flag(step.flag, where)]),
+            Copy: lambda step, where: self._plan_copies(step.src, step.dst, where),
             Push: self._plan_push,
             Gemm: self._plan_matmuls,
             Reduce: self._plan_sums,
@@ -171,20 +171,12 @@ class LaunchPlan:
 
     def _plan_lane(self, lane: Lane) -> Iterator[Launch]:
         for position, step in enumerate(lane.steps):
-            yield from self._plan_step(step, Where(self._program.rank, lane.name, position, step))
-
-    def _plan_step(self, step: Step, where: Where) -> Iterator[Launch]:
-        place = where.lane, where.position
-        if place in self._kernel_steps:
-            return self._plan_kernel(self._program.kernels[place], where)
-        assert type(step) in self._plan_by_type, f"{where} cannot run without a kernel, or not in a bound program"
-        return self._plan_by_type[type(step)](step, where)
-
-    def _plan_wait(self, step: Wait, where: Where) -> Iterator[Launch]:
-        return self._wait_and_lower([step], where)
-
-    def _plan_signal(self, step: Signal, where: Where) -> Iterator[Launch]:
-        yield self._signal_flag(step.flag, where)
+            place, where = (lane.name, position), Where(self._program.rank, lane.name, position, step)
+            if place in self._kernel_steps:
+                yield from self._plan_kernel(self._program.kernels[place], where)
+                continue
+            assert type(step) in self._plan_by_type, f"{where} cannot run without a kernel, or not in a bound program"
+            yield from self._plan_by_type[type(step)](step, where)
 
     def _plan_collective(self, step: Collective, where: Where) -> Iterator[Launch]:
         program = self._program
@@ -221,9 +213,6 @@ class LaunchPlan:
         for part in step.parts:
             yield from self._plan_copies(part.src, part.dst, where)
             yield self._signal_flag(part.count, where)
-
-    def _plan_copy(self, step: Copy, where: Where) -> Iterator[CopyLaunch]:
-        return self._plan_copies(step.src, step.dst, where)
 
     def _plan_copies(self, src: Region, dst: Region, where: Where) -> Iterator[CopyLaunch]:
         if src.size == 0:

@@ -6,8 +6,7 @@ schedule and have these names: `tables` (one or several), `indices`, `offsets` a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +22,6 @@ if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
 
 
-def kernel_of(program: BoundProgram, where: Where, step: Lookup) -> FusedLookup:
-    """Return the kernel of a lookup."""
-    problem = program.schedule.problem
-    assert isinstance(problem, LookupProblem), f"{problem} has no tables"
-    return FusedLookup(step, where, program.device, program, problem, program.loading)
-
-
 def signal_values(program: BoundProgram, rank: int, step: Lookup) -> dict[Flag, int]:
     """Return the final values of the flags of a lookup. Each tile adds one."""
     problem = program.schedule.problem
@@ -43,25 +35,13 @@ _PLANS = 64
 
 
 class FusedLookup(StepKernel):
-    """A FusedLookup is the kernel of a lookup. Its tables and the buffers that it writes may move between calls.
+    """A FusedLookup is the kernel of a lookup. Its tables and the buffers that it writes may move between calls."""
 
-    loading: returns a context in which kernels may be loaded.
-    """
-
-    def __init__(
-        self,
-        step: Lookup,
-        where: Where,
-        device: torch.device,
-        flags: BoundProgram,
-        problem: LookupProblem,
-        loading: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        super().__init__(where)
-        self._device, self._flags = device, flags
-        self.step: Lookup = step
-        self._loading = loading
-        self._problem = problem
+    def __init__(self, program: BoundProgram, where: Where, step: Lookup) -> None:
+        super().__init__(program, where)
+        problem = program.schedule.problem
+        assert isinstance(problem, LookupProblem), f"{problem} has no tables"
+        self.step, self._problem = step, problem
         self._columns = problem.table_columns(where.rank)
         self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
         self._launcher = make_launcher()
@@ -80,8 +60,7 @@ class FusedLookup(StepKernel):
             key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
             if key not in self._loaded:
                 # Earlier calls may wait for a peer, and the watchdog cannot release them while the driver loads a kernel.
-                capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-                with nullcontext() if capturing else self._loading():
+                with nullcontext() if self._is_captured() else self.program.loading():
                     self._launch(plan, bindings, load_only=True)
                 self._loaded.add(key)
         return True
@@ -127,16 +106,17 @@ class FusedLookup(StepKernel):
         tables = bindings.loose["tables"]
         fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
         key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
-        return self._plans.get(key, self._device, lambda: self._make_tables(bindings))
+        return self._plans.get(key, self.program.device, lambda: self._make_tables(bindings))
+
+    def _is_captured(self) -> bool:
+        return self.program.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _make_tables(self, bindings: Bindings) -> LookupTables:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._is_captured():
             raise ValueError(
                 "the addresses of tables are new; call the operator once with these tables before capturing a graph"
             )
-        return self._lay_out(bindings)
 
-    def _lay_out(self, bindings: Bindings) -> LookupTables:
         def target(region: Region) -> OutputPlace:
             view, (whole, _) = bindings.view(region), bindings.tensors[region.buffer, region.rank][0]
             relative = region.buffer == "out"
@@ -147,7 +127,7 @@ class FusedLookup(StepKernel):
             bindings.loose["tables"],
             columns=self._columns,
             batch=self._problem.m,
-            device=self._device,
+            device=self.program.device,
             target=target,
-            count_address=self._flags.count_address,
+            count_address=self.program.count_address,
         )

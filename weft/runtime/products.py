@@ -137,26 +137,25 @@ class Products:
         if scales is not None:
             self._scaled.multiply(a, b, out, scales)
             return
-        if self._library is None or needs_torch(a.dtype):
-            by_torch(a, b, out, accumulate=accumulate)
-            return
-        if a.is_cuda and current_device() != self._index:  # the calling thread has not set its device
+        key = self._key(a, b, out, accumulate)
+        if key is not None and a.is_cuda and current_device() != self._index:  # the calling thread has not set its device
             with torch.cuda.device(self._index):
                 self.multiply(a, b, out, accumulate=accumulate, times=times)
             return
-        key = (self._index, accumulate, a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), out.stride(0))
-        if (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGN_BYTES:
-            by_torch(a, b, out, accumulate=accumulate)
-            return
-        chosen = self._chosen.get(key)
-        if chosen is None:
+        chosen = None if key is None else self._chosen.get(key)
+        if key is not None and chosen is None:
             chosen = _CHOSEN.get(key) or (self._choose if times else _choose_untimed)(a, b, out, accumulate)
             self._chosen[key] = chosen = _remember(key, chosen)
-        if chosen.product is None or chosen.algorithm is None:
+        if chosen is None or chosen.product is None or chosen.algorithm is None:
             by_torch(a, b, out, accumulate=accumulate)
-            return
-        stream = raw_stream(self._index)
-        chosen.product.run(chosen.algorithm, a, b, out, self._workspace, stream)
+        else:
+            chosen.product.run(chosen.algorithm, a, b, out, self._workspace, raw_stream(self._index))
+
+    def _key(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> Hashable | None:
+        """Return what determines the algorithm of a product. None if only torch can multiply it."""
+        if self._library is None or needs_torch(a.dtype) or (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGN_BYTES:
+            return None
+        return (self._index, accumulate, a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), out.stride(0))
 
     def prepare(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tensors: CallTensors) -> Issue:
         """Return a function that computes out = a @ b as `multiply` does, for calls of one layout.
@@ -166,9 +165,7 @@ class Products:
 
         It is valid as long as torch's settings are (`settings`), and runs on torch's current stream and device.
         """
-        key = (self._index, False, a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), out.stride(0))
-        aligned = (a.data_ptr() | b.data_ptr() | out.data_ptr()) % ALIGN_BYTES == 0
-        chosen = self._chosen.get(key) if aligned and self._library is not None and not needs_torch(a.dtype) else None
+        chosen = self._chosen.get(self._key(a, b, out, False))
         if chosen is not None and chosen.product is not None and chosen.algorithm is not None:
             first, second, third = (tensors.number(one.data_ptr()) for one in (a, b, out))
             return chosen.product.prepare(chosen.algorithm, (first, second, third), tensors.addresses, self._workspace)

@@ -19,7 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -44,7 +45,9 @@ from weft.runtime.host import HostProgram
 from weft.runtime.host_resources import HostResources
 from weft.runtime.tuner import Key, Tuner
 
-Resources = HostResources | CudaResources
+if TYPE_CHECKING:
+    from weft.runtime.ragged_kernels import RaggedKernels
+
 KNOWN_CALLS = 2048
 """A group remembers this many calls, which need no `agree_on_call`. It remembers more texts than calls, so every call can be
 compared."""
@@ -97,26 +100,24 @@ def memory_from_environment() -> int | None:
 class Programs:
     """Programs makes the calls of one process group, and holds the programs that are bound for them.
 
-    resources_of: (device) -> what all programs on that device share: memory, streams or threads. Calls are made under the
-        group's lock.
+    rank_group: the ranks. Calls are made under its lock.
     values: the Schedule values by the strings that name them in calls.
     drop_forgotten: drops what warm calls hold of calls that are forgotten now.
     """
 
     def __init__(
-        self,
-        rank_group: RankGroup,
-        resources_of: Callable[[torch.device], Resources],
-        values: Mapping[str, Schedule] = MappingProxyType({}),
-        drop_forgotten: Callable[[], None] = lambda: None,
+        self, rank_group: RankGroup, values: Mapping[str, Schedule], drop_forgotten: Callable[[], None] = lambda: None
     ) -> None:
-        self._drop_forgotten = drop_forgotten
-        self._rank_group, self._resources_of, self._values = rank_group, resources_of, values
+        self.rank_group, self._values, self._drop_forgotten = rank_group, values, drop_forgotten
         self._known: OrderedDict[Hashable, KnownCall] = OrderedDict()
         self._programs: dict[BoundProgram, Key] = {}
         self._limits: dict[torch.device, int] = {}
         self._row_counts = RowCounts()
         self.tuner = Tuner(rank_group, self._row_counts)
+
+    def _resources_of(self, device: torch.device) -> HostResources | CudaResources:
+        """Return what all programs on a device share: memory, streams or threads."""
+        raise NotImplementedError
 
     def make_call(self, call: Call) -> tuple[KnownCall, Outputs]:
         """Make a call. Return what the ranks have agreed on, and the outputs.
@@ -124,7 +125,7 @@ class Programs:
         It runs in PLAIN mode whatever mode the caller is in, because lanes on other threads write to the tensors, and scratch
         outlives the mode. The tensors' GPU need not be the current device.
         """
-        with self._rank_group.lock, on_device(call.device) if call.device.type == "cuda" else nullcontext():
+        with self.rank_group.lock, on_device(call.device) if call.device.type == "cuda" else nullcontext():
             try:
                 return self._make_call(call)
             except PeerLost:
@@ -141,23 +142,24 @@ class Programs:
                 with outside_graph_trees(device) if on_gpu else nullcontext():
                     known = self._agree(call)
             elif capturing:
-                self._rank_group.count_captured_call()
+                self.rank_group.count_captured_call()
             else:
-                self._rank_group.begin_agreed_call(known.number, awaits_peers=not on_gpu)
+                self.rank_group.begin_agreed_call(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:
                     known = self._agree_on_cpu(call, known)
                 if refusal := call.refusal((call.share,)):
-                    with self._rank_group.fail_group_on_error():
+                    with self.rank_group.fail_group_on_error():
                         raise ValueError(refusal)
             changed = known.empty or known.rows
             given = self._pad_or_fill(call, empty=known.empty, rows=known.rows) if changed else call
             if not capturing:
                 # Captures do not count as uses, because ranks may capture a call different numbers of times, and the order must
                 # be equal.
-                known.program.last_used = self._rank_group.calls
-            with self._rank_group.fail_group_on_error():
+                known.program.last_used = self.rank_group.calls
+            with self.rank_group.fail_group_on_error():
                 if known.program.ragged is not None:
-                    self._raise_of_earlier_calls()
+                    for ragged in self._ragged():  # also of other programs than this call's
+                        ragged.raise_noted()
                 found = known.program.run(
                     given.inputs, outputs=given.outputs, reached=given.reached, invalidated=given.invalidated, spans=given.spans
                 )
@@ -172,8 +174,8 @@ class Programs:
         They wait for each other, because all programs share their buffers (weft.runtime.host). A call that is known on this
         rank may have another shard size on a peer. Then the ranks agree again.
         """
-        with self._rank_group.fail_group_on_error():
-            same = self._rank_group.await_same_call(known.number)
+        with self.rank_group.fail_group_on_error():
+            same = self.rank_group.await_same_call(known.number)
         return known if same else self._agree(call)
 
     def _pad_or_fill(self, call: Call, *, empty: bool, rows: int) -> Call:
@@ -181,18 +183,18 @@ class Programs:
 
         An error fails the group, because peers may already run this call.
         """
-        with self._rank_group.fail_group_on_error():
-            call = call.filled(self._rank_group.world_size) if empty else call
+        with self.rank_group.fail_group_on_error():
+            call = call.filled(self.rank_group.world_size) if empty else call
             if not rows:
                 return call
             assert isinstance(call, MatmulCall)
-            return pad(call, rows, self._rank_group.rank, self._rank_group.world_size)
+            return pad(call, rows, self.rank_group.rank, self.rank_group.world_size)
 
     def _remove_padding(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
         """Return the results without padding."""
         if known.rows:
             assert isinstance(call, MatmulCall)
-            found = cut(found, call, self._rank_group.rank, self._rank_group.world_size)
+            found = cut(found, call, self.rank_group.rank, self.rank_group.world_size)
         if known.empty:  # matrices of the rows that were multiplied have no columns
             return {name: [one[:, :0] for one in some] if name in _MULTIPLIED else some for name, some in found.items()}
         return found
@@ -202,20 +204,21 @@ class Programs:
         on_gpu = call.device.type == "cuda"
         if on_gpu and torch.cuda.is_current_stream_capturing():
             raise ValueError(f"{call.op}: call it once with these sizes before capturing a graph")
-        sizes = self._rank_group.agree_on_call(call.describe(), call.share, peers_may_repeat=not on_gpu)
+        sizes = self.rank_group.agree_on_call(call.describe(), call.share, peers_may_repeat=not on_gpu)
         # From here on all ranks use the same values. Only their environments and their memory may differ.
-        with self._rank_group.agree_on_value_errors():
-            _raise_if(call.refusal(sizes))
+        with self.rank_group.agree_on_value_errors():
+            if refusal := call.refusal(sizes):
+                raise ValueError(refusal)
             empty = call.sums_nothing(sizes)
             problem = (call.filled(len(sizes)) if empty else call).problem(sizes)
-            if self._rank_group.nodes:
-                problem = replace(problem, nodes=self._rank_group.nodes)
+            if self.rank_group.nodes:
+                problem = replace(problem, nodes=self.rank_group.nodes)
             runs = self._row_counts.padded(call, problem) if call.schedule == "auto" else problem
             rows = runs.m if runs is not problem else 0
             program = self._find((runs, call.schedule, call.device))
             program = program or self._bind_for(call, runs, empty=empty, rows=rows)
             program.refuse_several_results(call.results)
-        number = self._rank_group.number_agreed_text(call.describe_with_shares(sizes))
+        number = self.rank_group.number_agreed_text(call.describe_with_shares(sizes))
         known = KnownCall(number=number, program=program, empty=empty, rows=rows)
         if call.key in self._known:
             self._forget_call(call.key)
@@ -241,28 +244,29 @@ class Programs:
         schedule = _choose_and_check(problem, specs[0], call.device, self._values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._resources_of(call.device).blocks
         lanes = "one for each peer" if fans_out(call.device) else "one"
-        self._rank_group.agree_on_call(
+        self.rank_group.agree_on_call(
             f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
         )
         measurements: tuple[Measurement, ...] = ()
-        with self._rank_group.fail_group_on_error():
+        with self.rank_group.fail_group_on_error():
             if len(specs) == 1:
                 program = self._bind_and_register(schedule, key)
                 program.times_products = self.tuner.measures(problem, call)
             else:
                 given = self._pad_or_fill(call, empty=empty, rows=rows)
-                program, measurements = self.tuner.prepare_run(given, self._candidate(key), self._drop).fastest(specs)
+                run = self.tuner.prepare_run(given, partial(self._bind_candidate, key), self._drop)
+                program, measurements = run.fastest(specs)
             self._make_room(call.device)
             self.tuner.record_choice(program, key, measurements)
         return program
 
     def _cannot_overlap(self, call: Call) -> bool:
-        return bool(self._rank_group.cannot_overlap) and call.device.type == "cuda"
+        return bool(self.rank_group.cannot_overlap) and call.device.type == "cuda"
 
     def _candidates_without_overlap(self, problem: Problem, call: Call) -> tuple[str, ...]:
         """Return sequential, for GPUs on which schedules that overlap cannot run. Raises ValueError if the call asks for
         another one."""
-        why, ragged = self._rank_group.cannot_overlap, isinstance(problem, RaggedProblem)
+        why, ragged = self.rank_group.cannot_overlap, isinstance(problem, RaggedProblem)
         if call.schedule in MODES and not ragged:
             warn_once(f"nothing is overlapped, {call.schedule} is sequential: {why}")
         elif call.schedule != "sequential":
@@ -270,13 +274,13 @@ class Programs:
             raise ValueError(f"schedule is {call.schedule}, but {why}{remedy}")
         return ("sequential",)
 
-    def _candidate(self, key: Key) -> Callable[[str], BoundProgram]:
-        """Return a function that binds a spec. Candidates are registered like other programs, so `close` also releases them."""
-        return lambda spec: self._bind_and_register(_choose_and_check(key[0], spec, key[2], {}), key)
+    def _bind_candidate(self, key: Key, spec: str) -> BoundProgram:
+        """Bind a spec. Candidates are registered like other programs, so `close` also releases them."""
+        return self._bind_and_register(_choose_and_check(key[0], spec, key[2], {}), key)
 
     def _bind_and_register(self, schedule: Schedule, key: Key) -> BoundProgram:
         program = self._bind(schedule, key[2])
-        program.last_used = self._rank_group.calls
+        program.last_used = self.rank_group.calls
         self._programs[program] = key
         return program
 
@@ -288,23 +292,19 @@ class Programs:
         del self._programs[program]
         program.close()
 
-    def _raise_of_earlier_calls(self) -> None:
-        """Raise the errors of earlier calls with splits that the host knows, also of other programs than the next call's."""
-        for program in self._programs:
-            if program.ragged is not None:
-                program.ragged.raise_noted()
+    def _ragged(self) -> list[RaggedKernels]:
+        """Return what notes the errors of calls with splits on this rank's device."""
+        return [program.ragged for program in self._programs if program.ragged is not None]
 
     def raise_cut(self) -> None:
         """After a peer has failed, raise its error if it failed because of wrong splits, which this rank also knows."""
-        for program in list(self._programs):
-            if program.ragged is not None:
-                program.ragged.raise_cut()
+        for ragged in self._ragged():
+            ragged.raise_cut()
 
     def raise_noted(self) -> None:
         """Raise the errors that calls with splits have noted on this rank's device. The calls must have ended."""
-        for program in list(self._programs):
-            if program.ragged is not None:
-                program.ragged.raise_noted(ended=True)
+        for ragged in self._ragged():
+            ragged.raise_noted(ended=True)
 
     def _forget(self, program: BoundProgram) -> None:
         """Close a program, and raise the errors that its last calls have noted."""
@@ -346,7 +346,7 @@ class Programs:
             mine = memory_from_environment()
             if mine is None:
                 mine = torch.cuda.mem_get_info(device)[1] // _SHARE if device.type == "cuda" else _CPU_BYTES
-            self._limits[device] = min(self._rank_group.agree_on_call("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
+            self._limits[device] = min(self.rank_group.agree_on_call("bytes for programs (WEFT_PROGRAM_MEMORY_GB)", mine))
         return self._limits[device]
 
     def in_graphs(self, programs: Sequence[BoundProgram]) -> set[BoundProgram]:
@@ -355,7 +355,7 @@ class Programs:
         for first in range(0, len(programs), _AT_ONCE):
             some = programs[first : first + _AT_ONCE]
             mine = sum(1 << at for at, program in enumerate(some) if program.captured)
-            captured = self._rank_group.agree_on_call(f"programs in graphs, of {len(programs)}, from {first} on", mine)
+            captured = self.rank_group.agree_on_call(f"programs in graphs, of {len(programs)}, from {first} on", mine)
             held |= {program for at, program in enumerate(some) if any(number >> at & 1 for number in captured)}
         return held
 
@@ -369,21 +369,16 @@ class Programs:
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
         """Close programs that are not in graphs, and free their memory. Collective, with the same programs on every rank."""
-        mine = [program for program in self.bound() if program in programs]
-        held = self.in_graphs(mine)
-        for program in mine:
-            if program not in held:
-                self._forget(program)
+        with self.rank_group.lock:
+            mine = [program for program in self.bound() if program in programs]
+            held = self.in_graphs(mine)
+            for program in mine:
+                if program not in held:
+                    self._forget(program)
 
     def schedules_and_specs(self) -> list[tuple[Schedule, str]]:
         """Return the bound schedules, each with the `schedule=` of the calls that run it."""
         return [(program.schedule, self._programs[program][1]) for program in self.bound()]
-
-
-def _raise_if(refusal: str) -> None:
-    """Raise a ValueError if the text is not empty."""
-    if refusal:
-        raise ValueError(refusal)
 
 
 def _choose_and_check(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:

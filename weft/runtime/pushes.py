@@ -1,4 +1,7 @@
-"""This module runs a Push as one kernel of stores (weft.kernels.push), which adds to the flag of each part tile by tile."""
+"""This module runs a Push as one kernel, which adds to the flag of each part tile by tile.
+
+The kernel stores (weft.kernels.push), or quantises while it stores (weft.kernels.quantise).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.core.schedule import Flag, Push, Region, quantises
+from weft.kernels import quantise as quantise_kernel
 from weft.kernels.push import PushTables, make_launcher, push, push_tables, tiles_of_copy
-from weft.kernels.quantise import tiles_of_rows
+from weft.kernels.quantise import QuantiseTables, quantise, quantise_tables, tiles_of_rows
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.quantising import QuantisingPush
-from weft.runtime.step_kernels import StepKernel
+from weft.runtime.step_kernels import MovableTables, StepKernel
 
 if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
@@ -20,9 +23,7 @@ if TYPE_CHECKING:
 
 def kernel_of(program: BoundProgram, where: Where, step: Push) -> StepKernel:
     """Return the kernel of a push."""
-    if quantises(step, program.schedule):
-        return QuantisingPush(step, where, program)
-    return FusedPush(step, where, program.device, program)
+    return QuantisingPush(program, where, step) if quantises(step, program.schedule) else FusedPush(program, where, step)
 
 
 def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
@@ -39,10 +40,9 @@ class FusedPush(StepKernel):
     A separate launch pushes the scales of FP8 elements first, so the flags of the elements show that both have arrived.
     """
 
-    def __init__(self, step: Push, where: Where, device: torch.device, flags: BoundProgram) -> None:
-        super().__init__(where)
-        self._step, self._device, self._flags = step, device, flags
-        self._source = step.source
+    def __init__(self, program: BoundProgram, where: Where, step: Push) -> None:
+        super().__init__(program, where)
+        self._step, self._source = step, step.source
         self.launched_by = make_launcher()
         self._tables: dict[tuple[int, ...], list[PushTables]] = {}
 
@@ -94,9 +94,36 @@ class FusedPush(StepKernel):
 
         return push_tables(
             copies,
-            device=self._device,
+            device=self.program.device,
             itemsize=view(copies[0][0]).element_size(),
             address=address,
             stride=lambda region: view(region).stride(0) * view(region).element_size(),
-            count_address=self._flags.count_address,
+            count_address=self.program.count_address,
+        )
+
+
+class QuantisingPush(StepKernel):
+    """A QuantisingPush is the kernel of one Push of one rank that quantises."""
+
+    def __init__(self, program: BoundProgram, where: Where, step: Push) -> None:
+        super().__init__(program, where)
+        self._step, self.launched_by = step, quantise_kernel.make_launcher()
+        self._alone = where.lane == "compute"
+        """True if no other kernel runs concurrently, so that this one can use all SMs."""
+        self.tables = MovableTables([part.dst for part in step.parts], self._make_tables)
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        ((source, _),) = bindings.tensors[self._step.source]
+        sms = self.program.blocks if self._alone else sms
+        quantise(self.tables.of(bindings), source, sms=sms, silent=silent, launched_by=self.launched_by, stream=stream)
+
+    def _make_tables(self, bindings: Bindings) -> QuantiseTables:
+        assert bindings.scaling is not None, f"{self.where}: the problem has no scaling"
+        return quantise_tables(
+            self._step.parts,
+            scaling=bindings.scaling,
+            device=self.program.device,
+            elements=bindings.view,
+            scales=lambda region: bindings.scale_views(region)[0],
+            count_address=self.program.count_address,
         )

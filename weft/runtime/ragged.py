@@ -110,7 +110,7 @@ class RaggedCall(Call):
         max_rows. In a dispatch at most max_rows rows arrive at each rank.
         """
         experts, k, n = self.b.shape
-        capacity = self._products or _round_up(max(9 * max(shares) // 8, self.max_rows))
+        capacity = self._products or room(max(9 * max(shares) // 8, self.max_rows))
         result = self.a.dtype if self.scales is None else self.scales.output_dtype
         dtype: DType = str(result).removeprefix("torch.")  # type: ignore[assignment]
         return RaggedProblem(
@@ -131,7 +131,7 @@ class RaggedCall(Call):
     @property
     def _products(self) -> int | None:
         """The rows for which a combine reserves memory for products. None if the first call decides it."""
-        return None if self._dispatches or self.a_rows is None else _round_up(max(self.a_rows, self.max_rows))
+        return None if self._dispatches or self.a_rows is None else room(max(self.a_rows, self.max_rows))
 
     @property
     def _dispatches(self) -> bool:
@@ -148,11 +148,13 @@ class RaggedCall(Call):
         )
 
 
-def _round_up(rows: int) -> int:
-    """Return at least this many rows, and at most an eighth more. There are few values, because each needs a separate program.
+def room(rows: int) -> int:
+    """Return a max_rows for at least this many rows.
 
-    >>> [_round_up(rows) for rows in (1, 16, 17, 1000)]
-    [1, 16, 18, 1024]
+    It has few different values, because each needs a program with its own memory. It is at most an eighth larger.
+
+    >>> [room(rows) for rows in (0, 7, 16, 17, 1000, 16384)]
+    [1, 7, 16, 18, 1024, 16384]
     """
     step = 1 << max(0, rows.bit_length() - 4)
-    return -(-rows // step) * step
+    return max(1, -(-rows // step) * step)

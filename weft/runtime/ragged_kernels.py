@@ -19,9 +19,8 @@ import torch
 from weft.compat.device import capabilities
 from weft.compat.streams import Word
 from weft.core.errors import WaitTimeout
-from weft.core.machine import Machine
 from weft.core.problem import RaggedProblem
-from weft.core.schedule import GroupedGemm, Schedule, SegmentCopies, ShareCounts, Step, Wait
+from weft.core.schedule import GroupedGemm, SegmentCopies, ShareCounts, Step, Wait
 from weft.kernels.exchange import MOST_SEGMENTS, RaggedExchange, RaggedScales, Shape, symmetric_bytes
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.kernels.shapes import shapes_for
@@ -37,31 +36,17 @@ _RAISED = 0x3FFFFFFF
 """Every word is set to this value after a failure. It is more than any wait needs, and less than where the comparison wraps."""
 
 
-def kernel_of(program: BoundProgram, where: Where, step: Step) -> RaggedStepKernel:
-    """Return the kernel of a step of a call with splits. The first step allocates the memory that all share, which is
-    collective."""
-    if program.ragged is None:
-        program.ragged = RaggedKernels(
-            program.schedule,
-            program.rank,
-            program.dtype,
-            program.device,
-            program.machine,
-            program,
-            sms=program.blocks,
-            tries=program.tries,
-        )
-    return RaggedStepKernel(where, program.ragged)
-
-
 class RaggedStepKernel(StepKernel):
-    """A RaggedStepKernel is the kernel of one step. All ranks rehearse it by running it."""
+    """A RaggedStepKernel is the kernel of one step. All ranks rehearse it by running it.
+
+    The first step of a program allocates the memory that all share, which is collective.
+    """
 
     manages_own_flags = True
 
-    def __init__(self, where: Where, kernels: RaggedKernels) -> None:
-        super().__init__(where)
-        self._kernels = kernels
+    def __init__(self, program: BoundProgram, where: Where, step: Step) -> None:
+        super().__init__(program, where)
+        self._kernels = program.ragged = program.ragged or RaggedKernels(program)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         self._kernels.launch(self.where.step, self.where, bindings)
@@ -74,27 +59,13 @@ class RaggedKernels:
     """RaggedKernels holds the kernels of one rank's steps. Collective, because it allocates memory on all ranks.
 
     Raises ValueError for a problem or a schedule that the kernels cannot run.
-
-    sms: the number of blocks that may run concurrently.
-    tries: how often a kernel reads a word before it gives up.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        machine: Machine,
-        owner: BoundProgram,
-        *,
-        sms: int,
-        tries: int,
-    ) -> None:
-        problem = schedule.problem
+    def __init__(self, program: BoundProgram) -> None:
+        problem, rank, device = program.schedule.problem, program.rank, program.device
         assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
-        _check_kernels(problem, dtype, device)
-        self._problem, self._rank, self._plan = problem, rank, RankOrders(schedule, rank)
+        _check_kernels(problem, program.dtype, device)
+        self._problem, self._rank, self._plan = problem, rank, RankOrders(program.schedule, rank)
         shape = Shape(
             rank=rank,
             world_size=problem.world_size,
@@ -103,15 +74,15 @@ class RaggedKernels:
             a_rows=problem.capacity,
             n=problem.n,
             k=problem.k,
-            dtype=dtype,
+            dtype=program.dtype,
             dispatch=problem.dispatches,
             gated=problem.gated,
             scaling=problem.scaling,
             device=device,
-            machine=machine,
+            machine=program.machine,
         )
-        addresses, words = owner.mailbox(symmetric_bytes(shape))
-        self.exchange = RaggedExchange(shape, self._plan.orders, addresses, words, sms=sms, tries=tries)
+        addresses, words = program.mailbox(symmetric_bytes(shape))
+        self.exchange = RaggedExchange(shape, self._plan.orders, addresses, words, sms=program.blocks, tries=program.tries)
         self._waits = {
             at: torch.tensor(waited, dtype=torch.int32, device=device) for at, waited in self._plan.waits.items() if waited
         }

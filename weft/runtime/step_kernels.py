@@ -1,18 +1,17 @@
 """This module has the interface of all kernels that run steps, and the table of the steps that have a kernel.
 
-The table `KERNELS` names the module that makes each kernel. These modules need Triton, so they are imported only if a program
-has such a step and its device runs kernels. All ranks choose kernels for the same steps. So each rank knows the value that a
+The table `KERNELS` names what makes each kernel. These modules need Triton, so they are imported only if a program has such a
+step and its device runs kernels. All ranks choose kernels for the same steps. So each rank knows the value that a
 signalled flag has (`SIGNAL_VALUES`): the number of tiles if a kernel counts them, else 1. If a kernel cannot load a rank's
 tensors, the rank runs the step part by part and signals the same values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from weft.core.errors import WaitTimeout
 from weft.core.logs import warn_once
 from weft.core.schedule import (
     Flag,
@@ -22,22 +21,21 @@ from weft.core.schedule import (
     Lookup,
     Push,
     Reduce,
+    Region,
     SegmentCopies,
     ShareCounts,
     Step,
     Wait,
-    waits,
 )
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import NotPreparedError, in_turn
 
 if TYPE_CHECKING:
-    import torch
-
     from weft.kernels.launch import Launcher
     from weft.runtime.bound import BoundProgram
     from weft.runtime.call_tensors import CallTensors, Issue
 
+T = TypeVar("T")
 Place = tuple[str, int]
 """The place of a step of a rank: the lane's name, and the position in the lane."""
 
@@ -45,21 +43,41 @@ KERNELS: dict[type[Step], str] = {
     Gemm: "fused.kernel_of",
     Reduce: "fused.kernel_of_sum",
     Push: "pushes.kernel_of",
-    Lookup: "lookups.kernel_of",
-    FusedCollective: "fused_collective.kernel_of",
-    ShareCounts: "ragged_kernels.kernel_of",
-    SegmentCopies: "ragged_kernels.kernel_of",
-    GroupedGemm: "ragged_kernels.kernel_of",
-    Wait: "ragged_kernels.kernel_of",
+    Lookup: "lookups.FusedLookup",
+    FusedCollective: "fused_collective.FusedCollectiveKernel",
+    ShareCounts: "ragged_kernels.RaggedStepKernel",
+    SegmentCopies: "ragged_kernels.RaggedStepKernel",
+    GroupedGemm: "ragged_kernels.RaggedStepKernel",
+    Wait: "ragged_kernels.RaggedStepKernel",
 }
-"""The module of this package and its function that makes the kernel, by type of step. The function takes the program, the place
-and the step, and returns None if the step has no kernel in that program."""
+"""The module of this package and its class or function that makes the kernel, by type of step. It takes the program, the place
+and the step. A function returns None if the step has no kernel in that program."""
 SIGNAL_VALUES: dict[type[Step], str] = {Gemm: "fused", Push: "pushes", Lookup: "lookups"}
 """The module whose `signal_values(program, rank, step)` returns the values of the step's flags, by type of step that counts."""
 
 
+class MovableTables(Generic[T]):
+    """MovableTables caches tables with addresses of the buffers of regions, and makes them anew if the buffers move.
+
+    Symmetric memory never moves on a GPU. On a CPU it may grow and move.
+    """
+
+    def __init__(self, regions: Sequence[Region], make: Callable[[Bindings], T]) -> None:
+        self._buffers, self._make = dict.fromkeys((region.buffer, region.rank) for region in regions), make
+        self._cached: tuple[tuple[int, ...], T] | None = None
+
+    def of(self, bindings: Bindings) -> T:
+        moved = tuple(bindings.tensors[key][0][0].data_ptr() for key in self._buffers)
+        if self._cached is None or self._cached[0] != moved:
+            self._cached = moved, self._make(bindings)
+        return self._cached[1]
+
+
 class StepKernel:
-    """A StepKernel runs one step of one rank as a kernel. Each call launches it."""
+    """A StepKernel runs one step of one rank as a kernel. Each call launches it.
+
+    tables: what the kernel reads besides the tensors of a call.
+    """
 
     waits_in_kernel = False
     """True if the kernel itself waits for the gates of this call. The launch plan lowers them after the kernel."""
@@ -68,16 +86,30 @@ class StepKernel:
     launched_by: Launcher | None = None
     """What launches the kernel. None if its launches cannot be prepared."""
 
-    def __init__(self, where: Where) -> None:
-        self.where = where
+    def __init__(self, program: BoundProgram, where: Where) -> None:
+        self.program, self.where = program, where
+        self.tables: MovableTables[Any] = MovableTables((), lambda bindings: None)
         self._logged: set[str] = set()
 
     def runs(self, bindings: Bindings) -> bool:
-        """Return whether the kernel can load this call's operands. It is called before any part of a call is enqueued."""
-        return True
+        """Return whether the kernel can load this call's operands. It is called before any part of a call is enqueued.
+
+        It logs once for each reason that torch runs the step part by part, which overlaps less than one kernel.
+        """
+        reason = self.reason_against(bindings)
+        if reason and reason not in self._logged:
+            self._logged.add(reason)
+            kind = type(self.where.step).__name__
+            warn_once(f"lane {self.where.lane}: a {kind} runs part by part, by torch instead of one kernel: {reason}")
+        return not reason
+
+    def reason_against(self, bindings: Bindings) -> str:
+        """Return why the kernel cannot run the tensors of a call, or "" if it can."""
+        return ""
 
     def lay_out(self, bindings: Bindings) -> None:
         """Make the tables that the kernel reads in a call. It copies to the device, so call it outside of a graph capture."""
+        self.tables.of(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         """Launch the kernel.
@@ -115,30 +147,6 @@ class StepKernel:
 
     def abort(self) -> None:
         """End every wait on the kernel's own words, now and later. It is enqueued on torch's current stream and needs no SM."""
-
-    def log_fallback(self, reason: str) -> None:
-        """Log once that torch runs the step part by part, which overlaps less than one kernel."""
-        if reason not in self._logged:
-            self._logged.add(reason)
-            kind = type(self.where.step).__name__
-            warn_once(f"lane {self.where.lane}: a {kind} runs part by part, by torch instead of one kernel: {reason}")
-
-
-class GatedKernel(StepKernel):
-    """A GatedKernel waits for flags of the schedule itself, and writes into `status` which wait it gave up."""
-
-    def __init__(self, where: Where, device: torch.device) -> None:
-        import torch
-
-        super().__init__(where)
-        self.status = torch.zeros(2, dtype=torch.int32, device=device)
-
-    def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
-        gate, seen = self.status.tolist()
-        if gate:
-            self.status.zero_()
-            wait = waits(self.where.step)[gate - 1]
-            raise WaitTimeout(f"{self.where}: {wait.flag}: expected more than the {seen} seen; {describe(wait.flag)}")
 
 
 def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:

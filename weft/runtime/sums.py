@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Reduce, Region, Schedule
 from weft.kernels.runs import RunTable, load, make_launcher, run_table, sum_runs
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.step_kernels import StepKernel
+from weft.runtime.step_kernels import MovableTables, StepKernel
 
 if TYPE_CHECKING:
     from weft.runtime.bound import BoundProgram
@@ -18,9 +16,7 @@ if TYPE_CHECKING:
 
 def sum_of(program: BoundProgram, where: Where, step: Reduce) -> FusedSum | None:
     """Return the kernel of a collective's sum, or None if it runs step by step."""
-    problem = program.schedule.problem
-    assert isinstance(problem, CollectiveProblem), problem
-    return FusedSum(step, where, program.device, problem) if adds_pieces(step, program.schedule) else None
+    return FusedSum(program, where, step) if adds_pieces(step, program.schedule) else None
 
 
 def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
@@ -44,45 +40,39 @@ class FusedSum(StepKernel):
     """A FusedSum is the kernel of one Reduce of one part. Peers' pieces are fixed; the caller's tensors may change from call to
     call."""
 
-    def __init__(self, step: Reduce, where: Where, device: torch.device, problem: CollectiveProblem) -> None:
-        super().__init__(where)
-        self._device, self.step = device, step
-        (self._part,) = step.parts
-        self._sms, self._dtype, self._launcher = problem.sms, getattr(torch, problem.dtype), make_launcher()
+    def __init__(self, program: BoundProgram, where: Where, step: Reduce) -> None:
+        super().__init__(program, where)
+        problem = program.schedule.problem
+        assert isinstance(problem, CollectiveProblem), problem
+        self.step, (self._part,) = step, step.parts
+        self._sms, self._launcher = problem.sms, make_launcher()
         self.launched_by = self._launcher
         self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
-        self._table: tuple[tuple[int, ...], RunTable] | None = None
+        self.tables = MovableTables([src for src in self._part.srcs if src.buffer != "a"], self._make_tables)
 
     def runs(self, bindings: Bindings) -> bool:
         """Return True, and prepare the tables and kernels, which may wait for all streams.
 
         It is called before any part of a call is enqueued.
         """
-        self._make_tables(bindings)
+        self.tables.of(bindings)
         return True
-
-    def lay_out(self, bindings: Bindings) -> None:
-        self._make_tables(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         if silent:  # a rehearsal must not write, because the result may share memory with a source
             return
         own, out = (_address(bindings, region) for region in (self._part.srcs[self._own], self._part.out))
         elements = self._part.out.shape[0]
-        plan = self._make_tables(bindings)
+        plan = self.tables.of(bindings)
         sum_runs(plan, own=own, out=out, elements=elements, sms=self._sms, launched_by=self._launcher, stream=stream)
 
     def _make_tables(self, bindings: Bindings) -> RunTable:
-        """Return the table. On a CPU, symmetric memory may grow and move, and then the table is made again."""
-        if self._table is not None and self._device.type == "cuda":
-            return self._table[1]
+        """Return the table, and load its kernel."""
         srcs = [0 if number == self._own else _address(bindings, src) for number, src in enumerate(self._part.srcs)]
-        if self._table is None or self._table[0] != tuple(srcs):
-            by = self.step.divide_by
-            plan = run_table(srcs, own=self._own, dtype=self._dtype, divide_by=by, device=self._device)
-            self._table = tuple(srcs), plan
-            load(plan, launched_by=self._launcher, address=_address(bindings, self._part.out))
-        return self._table[1]
+        by, program = self.step.divide_by, self.program
+        plan = run_table(srcs, own=self._own, dtype=program.dtype, divide_by=by, device=program.device)
+        load(plan, launched_by=self._launcher, address=_address(bindings, self._part.out))
+        return plan
 
 
 def _address(bindings: Bindings, region: Region) -> int:

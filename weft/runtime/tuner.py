@@ -60,7 +60,7 @@ class Tuner:
         if call.schedule != "auto":
             return (call.schedule,)
         known = self._choices.get((problem, device))
-        if known is None and not _can_be_timed(call):
+        if known is None and not (call.tried and timer_for(device)):
             return (planned(problem, device),)
         known = known or self._plan_cache.find(problem, device) or self._row_counts.like(problem, device)
         if known is None:
@@ -96,9 +96,7 @@ class Tuner:
     def record_choice(self, program: BoundProgram, key: Key, measurements: tuple[Measurement, ...]) -> None:
         """Record which program was bound for a call. measurements: what was measured; empty if there was one candidate."""
         problem, asked, device = key
-        if asked != "auto":
-            return
-        if (problem, device) in self._choices:
+        if asked != "auto" or (problem, device) in self._choices:
             return
         chosen = program.schedule
         choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), measurements=measurements)
@@ -111,11 +109,6 @@ class Tuner:
         self._choices[choice.problem, device] = choice
         if len(self._choices) > CHOICES:
             self._choices.popitem(last=False)
-
-
-def _can_be_timed(call: Call) -> bool:
-    """Return whether candidates may be measured with calls like this one."""
-    return call.tried and timer_for(call.device) is not None
 
 
 def agree(rank_group: RankGroup, device: torch.device) -> None:

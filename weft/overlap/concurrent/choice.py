@@ -229,7 +229,7 @@ class Chooser:
 def _bound_programs(collectives: Sequence[ConcurrentCollective]) -> dict[GroupState, set[BoundProgram]]:
     """Return the programs that are bound in the collectives' process groups."""
     states = (GROUPS.known(collective.ranks.group_name) for collective in collectives)
-    return {state: set(state.programs.bound()) for state in states if state}
+    return {state: set(state.bound()) for state in states if state}
 
 
 def _release_programs_since(bound: Mapping[GroupState, set[BoundProgram]], collectives: Sequence[ConcurrentCollective]) -> None:
