@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
+import time
+import weakref
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import RankFixture
 from test_styles import Block, Inner, Tensor, assert_close, drawn, gradients, mesh, mine, wefts, whole
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
 
+import weft
+from weft.core.errors import PeerLost
 from weft.models import repeated
 from weft.models.linear import SharedInputLinears
 from weft.models.repeated import RepeatedProduct
@@ -100,6 +108,13 @@ def _one_node() -> None:
     kinds = [len(one._calls) for one in repeated_of(model)]
     assert kinds == [1] * len(kinds)
     assert kinds
+    begun, begin = [0], RepeatedProduct._begin
+    RepeatedProduct._begin = lambda *arguments: begun.append(1) or begin(*arguments)  # type: ignore[func-returns-value, method-assign]
+    try:
+        step(model, mine(INPUT))
+    finally:
+        RepeatedProduct._begin = begin  # type: ignore[method-assign]
+    assert sum(begun) == 0, "each place repeats its call"
     seen: set[Any] = set()
 
     def walk(node: Any) -> None:
@@ -241,3 +256,88 @@ def _forgotten() -> None:
 
 def test_a_call_that_was_forgotten_is_made_anew(ranks: RankFixture) -> None:
     ranks(2).run(_forgotten)
+
+
+def _group() -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    return GROUPS.state(world.group_name).rank_group
+
+
+def _wrong_input() -> tuple[str, float]:
+    _, model = pair()
+    columns = 5 + (dist.get_rank() == 1)
+    began = time.monotonic()
+    with pytest.raises((ValueError, PeerLost)) as raised:
+        model.inner.down(torch.ones(1, 12, columns, requires_grad=True))
+    seconds = time.monotonic() - began
+    dist.barrier()
+    weft.close()
+    return str(raised.value), seconds
+
+
+def test_peers_get_the_error_of_a_rank_that_checks_its_call(ranks: RankFixture) -> None:
+    (first, seconds), (second, _) = ranks(2).run(_wrong_input)
+    assert "b has 5 rows, a has 6 columns" in second
+    assert "rank 1 raised an error" in first
+    assert seconds < 10
+
+
+def _moved(place: Shard) -> str:
+    _, model = pair()
+    down = model.inner.down
+    down.weight = nn.Parameter(distribute_tensor(torch.ones(6, 10), mesh(), [place]))
+    found: str = ""
+    try:
+        model(mine(INPUT)).sum().backward()
+    except ValueError as error:
+        found = str(error)
+    down.weight = nn.Parameter(distribute_tensor(torch.ones(6, 10), mesh(), [Shard(1)]))
+    step(model, mine(INPUT))
+    return found
+
+
+@pytest.mark.parametrize(("dim", "expected"), [(0, "b has 10 rows, a has 5 columns"), (1, "")])
+def test_a_weight_with_other_placements_is_checked_anew(ranks: RankFixture, dim: int, expected: str) -> None:
+    for found in ranks(2).run(_moved, Shard(dim)):
+        assert expected in found
+        assert bool(expected) == bool(found)
+
+
+def _early_stops() -> int:
+    """The errors that a checkpoint's recomputation has published instead of a call."""
+    _, model = pair()
+    out = checkpoint(model.inner.down, torch.ones(1, 12, 5, requires_grad=True), use_reentrant=False)
+    published: list[BaseException] = []
+    group = _group()
+    publish = group.publish_error_instead
+    group.publish_error_instead = lambda error: published.append(error) or publish(error)
+    try:
+        out.sum().backward()
+    finally:
+        group.publish_error_instead = publish
+    return len(published)
+
+
+def test_the_end_of_a_checkpoints_recomputation_is_no_error_of_the_call(ranks: RankFixture) -> None:
+    assert ranks(2).run(_early_stops) == [0, 0]
+
+
+def _table_sizes() -> tuple[int, int, bool]:
+    before = len(GROUPS.remembered._table)
+    _, model = pair()
+    (*_, one) = repeated_of(model)
+    ((_, known, _),) = one._calls.values()
+    assert known is not None
+    known.bound = bound = cast(Any, SimpleNamespace(is_forgotten=True))
+    GROUPS.remembered.drop_forgotten()
+    dropped = known.bound is None and bound is not None
+    alive = weakref.ref(known)
+    del model, one, known
+    gc.collect()
+    return len(GROUPS.remembered._table) - before, int(alive() is not None), dropped
+
+
+def test_the_calls_of_a_module_end_with_it(ranks: RankFixture) -> None:
+    for _, alive, dropped in ranks(2).run(_table_sizes):
+        assert (alive, dropped) == (0, True)

@@ -10,6 +10,7 @@ import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._functorch import TransformType, is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import _StopRecomputationError
 
 
 def observed() -> bool:
@@ -101,6 +102,11 @@ def backward_pass() -> int:
     It is the same in all functions of a backward pass. A checkpoint computes its forward pass again within one.
     """
     return int(torch._C._current_graph_task_id())
+
+
+def ends_recomputation(error: BaseException) -> bool:
+    """Return whether torch.utils.checkpoint ends a recomputation by this error, after its last tensor was saved."""
+    return isinstance(error, _StopRecomputationError)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

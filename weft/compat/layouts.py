@@ -20,7 +20,7 @@ address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Return a function of as many tensors, which returns whether they are like these.
+    """Return a function of as many tensors, which returns whether they are like these, and no two are the same object.
 
     Tensors are alike if their types, shapes, strides, dtypes and devices are equal, and whether they require gradients, are to
     be conjugated or negated, and are inference tensors. The thread must also be in the same state for torch's dispatcher:

@@ -159,7 +159,9 @@ class SharedInputLinears:
             return
         group = group_of(self.members[0], eager=not torch.compiler.is_compiling())
         low, high = split(total, group.size())[group.rank()]
-        if total != high - low:
+        # A rank that has all tokens raises for the placeholder, as the others do.
+        is_placeholder = any(x is one for one in self._last_placeholder.values())
+        if total != high - low or is_placeholder:
             raise ValueError(
                 f"a linear that shares a gathered input is called with all {total} tokens of it, not as the module was given "
                 "them, or a second time: call it once with the module's own input, or give it weft.ColwiseParallel instead"

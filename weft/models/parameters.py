@@ -49,6 +49,7 @@ _PARAMETERS = "_weft_parameters"
 class ModuleParameter:
     """This rank's part of one parameter of a module. A copy of the module looks its parts up anew.
 
+    is_moved: whether the parameter is on another mesh, or has other placements, than the one that was looked up first.
     made: the parameter that a style has made, if its gradient may be summed together with others. It is dropped when the module
         has another one, whose gradient is summed by itself.
     """
@@ -60,6 +61,8 @@ class ModuleParameter:
         self._memory: Tensor | None = None
         self._plain: Tensor | None = None
         self._transposed: Tensor | None = None
+        self._place: tuple[Any, ...] | None = None
+        self.is_moved = False
         self._part: Tensor | None = None
         self._group: dist.ProcessGroup | None = None
         self._gpu: int | None = None
@@ -144,6 +147,9 @@ class ModuleParameter:
         if parameter is not self._made:
             self._made = self.bundle = None
         self._memory = local_tensor_of(parameter)
+        spec = spec_of(parameter)
+        self._place = self._place or (spec.mesh, spec.placements)
+        self.is_moved = self._place != (spec.mesh, spec.placements)
         self._parameter, self._plain, self._part, self._group = parameter, self._memory.detach(), None, None
         self._transposed = None
         self._gpu = self._memory.device.index if self._memory.is_cuda else None

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import nn
@@ -51,9 +50,9 @@ class RepeatedProduct:
     """The product of an input with the weights of some linears, at one place of a model. A copy of the model has its own."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, tuple[Callable[..., bool], Callable[[], RememberedCall | None] | None, Recording | None]] = {}
-        """For each kind of call: what checks its tensors, what finds the operator's call, and its Recording if autograd records
-        it. Nothing finds a call that must be made in another way."""
+        self._calls: dict[Any, tuple[Callable[..., bool], RememberedCall | None, Recording | None]] = {}
+        """For each kind of call: what checks its tensors, the operator's call, and its Recording if autograd records it. A call
+        that must be made in another way has None."""
 
     def __reduce__(self) -> tuple[type[RepeatedProduct], tuple[()]]:
         return RepeatedProduct, ()
@@ -70,17 +69,19 @@ class RepeatedProduct:
             parameter = linear._parameters.get("weight")
             if parameter is None:  # a parametrization computes it
                 return None
+            kept = kept_parameter(linear, "weight")
             tensors.append(parameter)
-            given.append(kept_parameter(linear, "weight").transposed(parameter))
+            given.append(kept.transposed(parameter))
+            if kept.is_moved:  # the other way checks the layout that it has now
+                return None
         kind = x.shape, where, state, len(linears), id(linears[0])
         call = self._calls.get(kind)
         if call is not None:
-            check, find, recording = call
-            if check(*tensors):
-                if find is None:
+            check, known, recording = call
+            if check(*tensors, *given[1:]):
+                if known is None:
                     return None
-                known = find()
-                if known is not None and (made := repeat(known, recording, tensors, given)) is not None:
+                if (made := repeat(known, recording, tensors, given)) is not None:
                     return made
         return self._begin(kind, tensors, given, linears, make)
 
@@ -93,7 +94,7 @@ class RepeatedProduct:
         make: Callable[..., Call],
     ) -> Any:
         """Make a call for the first time, and keep what `multiply` needs."""
-        (_, where, state, *_), x, check = kind, given[0], layout_check(tensors)
+        (_, where, state, *_), x, check = kind, given[0], layout_check([*tensors, *given[1:]])
         if state is None or check is None or autocast_enabled() or type(x) not in PLAIN:  # autocast multiplies copies
             return None
         if len(self._calls) >= _MOST:
@@ -102,19 +103,18 @@ class RepeatedProduct:
         recording: Recording | None = None
         if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
             weights = [_Transposed(kept_parameter(linear, "weight")) for linear in linears]
-            # An operator asks whether its factors require gradients.
+            # These parts are for the operator's checks, which ask whether factors require gradients. The node takes `tensors`.
             factors = [kept_parameter(linear, "weight").part(one).t() for linear, one in zip(linears, tensors[1:], strict=True)]
             found = record(*make(x, factors, *where), tensors, given, weights)
             if found is None:
                 return None
             result, known, recording = found
-            # The table drops it when its program is closed.
-            GROUPS.remembered.add((id(self), *kind), tensors, known)
+            GROUPS.remembered.watch(known)
         else:
             operator, arguments, options = make(x, given[1:], *where)
             result, last = operator(*arguments, **options), find_remembered(operator, arguments, options)
             if last is None or last.bound is None:
                 return result
             known = last
-        self._calls[kind] = check, ref(known), recording
+        self._calls[kind] = check, known, recording
         return result

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from weft import schedules
 from weft.comm.texts import no_group
+from weft.compat.dispatch import ends_recomputation
 from weft.core.errors import require
 from weft.core.problem import Op
 from weft.core.schedule import Schedule
@@ -103,8 +104,13 @@ def find_gradients_of_received(
 
 
 def publish_error_instead(group: dist.ProcessGroup | None, error: Exception) -> None:
-    """Publish that this rank raises an error and does not make the call. Errors that have already failed the group are
-    ignored."""
+    """Publish that this rank raises an error and does not make the call.
+
+    Errors that have already failed the group are ignored, and the one by which a checkpoint ends its recomputation, because the
+    call was made then.
+    """
+    if ends_recomputation(error):
+        return
     with suppress(ValueError):  # `group` is no process group of this rank
         GROUPS.publish_error_instead(resolve_group(group)[0], error)
 

@@ -81,7 +81,6 @@ def public(function: F) -> F:
     The function returns an OperatorRequest, which is run here, or the result itself. If it raises on this rank, peers that wait
     for this rank in the call get the error, and do not wait until the bound.
     """
-    signature = inspect.signature(function)
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
@@ -114,8 +113,7 @@ def public(function: F) -> F:
             # A BoundCall that could not make this call may be of a program that is closed. Then _run remembers another one.
             return request.run() if known.bound is None else _run(request, identity, tensors, arguments, options)
         except Exception as error:
-            with suppress(TypeError):  # the arguments do not fit the function
-                publish_error_instead(signature.bind(*arguments, **options).arguments.get("group"), error)
+            _publish(error, function, arguments, options)
             raise
 
     return cast(F, call)
@@ -141,9 +139,13 @@ def record(
 
     Returns what the operator returns, and what `repeat` takes. Returns None without a call if the operator reads a copy.
     """
-    request: OperatorRequest = function.__wrapped__(*arguments, **options)
-    places, flat = flatten(request.tensors)
-    recording = _recording_of(request, places, flat, flatten(request.read(request.tensors))[1])
+    try:
+        request: OperatorRequest = function.__wrapped__(*arguments, **options)
+        places, flat = flatten(request.tensors)
+        recording = _recording_of(request, places, flat, flatten(request.read(request.tensors))[1])
+    except Exception as error:
+        _publish(error, function, arguments, options)
+        raise
     if recording.reads is None and any(request.reads):
         return None
     reads = [recording.reads[0] if recording.reads else None, *reads]
@@ -174,6 +176,12 @@ def repeat(known: RememberedCall, recording: Recording | None, tensors: Sequence
     except Exception as error:
         publish_error_instead(group, error)
         raise
+
+
+def _publish(error: Exception, function: Any, arguments: Sequence[Any], options: dict[str, Any]) -> None:
+    """Publish that this rank raises an error instead of a public function's call."""
+    with suppress(TypeError):  # the arguments do not fit the function
+        publish_error_instead(inspect.signature(function).bind(*arguments, **options).arguments.get("group"), error)
 
 
 def _run(

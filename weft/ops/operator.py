@@ -347,11 +347,13 @@ class Recording:
         if view is not None:
             grads = [None if grad is None else view.read(grad) for grad in grads]
         needs = ctx.needs_input_grad
-        if needs != self._needs[0]:
-            self._needs = needs, unflatten(self.places, needs[3:])
+        last, structured = self._needs  # other threads may write it
+        if needs != last:
+            structured = unflatten(self.places, needs[3:])
+            self._needs = needs, structured
         context = _Context()
         context.__dict__.update(ctx.kept)
-        context.ctx, context.needs_input_grad = ctx, self._needs[1]
+        context.ctx, context.needs_input_grad = ctx, structured
         # An operator that returns a list gets the gradients as one list.
         flow = grads if operator.single or operator.returns_tuple else [grads]
         if not autocast_enabled():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from operator import is_
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -95,6 +95,7 @@ class RememberedCalls:
 
     def __init__(self) -> None:
         self._table: dict[tuple[Any, ...], list[tuple[Callable[..., bool], RememberedCall]]] = {}
+        self._owned: WeakSet[RememberedCall] = WeakSet()
 
     def find(
         self, key: list[Any], values: list[Any], tensors: list[torch.Tensor]
@@ -152,6 +153,10 @@ class RememberedCalls:
         if len(self._table) > _MOST:
             self._table.pop(next(iter(self._table)), None)
 
+    def watch(self, known: RememberedCall) -> None:
+        """Let a call that somebody else owns lose its BoundCall when calls like it are dropped here."""
+        self._owned.add(known)
+
     def forget(self, name: str) -> None:
         """Drop the calls of a group."""
         self._keep(lambda found: found.name != name)
@@ -161,9 +166,12 @@ class RememberedCalls:
         self._keep(lambda found: found.bound is None or not found.bound.is_forgotten)
 
     def clear(self) -> None:
-        self._table.clear()
+        self._keep(lambda found: False)
 
     def _keep(self, wanted: Callable[[RememberedCall], bool]) -> None:
+        for known in list(self._owned):
+            if not wanted(known):
+                known.bound = None
         for identity, calls in list(self._table.items()):
             kept = [one for one in calls if wanted(one[1])]
             if kept:
