@@ -48,7 +48,7 @@ def agree_on_launch(group: RankGroup, device: torch.device) -> str:
     facts = group.agree_on_call("call: how ranks were started", mine)
     if not all(fact & 4 for fact in facts):
         refuse_shared_gpus(on_node, [numbers[rank] for rank in on_node])
-    if len({facts[rank] >> 3 for rank in on_node}) < len(on_node):
+    if len({facts[rank] >> 3 for rank in on_node}) < len(on_node) and not overlaps:  # what the user has set stays the user's
         _SET_HERE.add(OVERLAPPING)
         os.environ[OVERLAPPING] = "1"
     if any(fact & 1 for fact in facts):
