@@ -94,8 +94,8 @@ def _through_one_descriptor() -> tuple[bool, bool]:
 
     def watched(self: FusedGemm, *arguments: object, **options: object) -> None:
         launch(self, *arguments, **options)  # type: ignore[arg-type]
-        assert self._plans._cached is not None
-        _, plan = self._plans._cached
+        assert self.tables._cached is not None
+        _, plan = self.tables._cached
         seen.append(plan.at_peers and plan.scattered is not None)
 
     FusedGemm.launch = watched  # type: ignore[method-assign]

@@ -100,8 +100,8 @@ def _interpreted() -> tuple[int, int]:
         nonlocal adding, through_one
         adding += any(part.adds for part in self.step.parts)
         launch(self, *arguments, **options)  # type: ignore[arg-type]
-        assert self._plans._cached is not None
-        _, plan = self._plans._cached
+        assert self.tables._cached is not None
+        _, plan = self.tables._cached
         through_one += plan.at_peers and plan.scattered is not None
 
     fused.FusedGemm.launch = counted  # type: ignore[method-assign]
