@@ -80,19 +80,19 @@ def _three_sequences() -> list[int]:
     alone: Any = Block()
     model = parallelize_module(copy.deepcopy(alone), mesh(), wefts())
     x = drawn(3, 12, 6, seed=1)
-    counts, record = [0], repeated.record
+    counts, record = [0], repeated.make_recorded
 
     def counting(*arguments: Any) -> Any:
         counts[-1] += 1
         return record(*arguments)
 
-    repeated.record = counting
+    repeated.make_recorded = counting
     try:
         for _ in range(3):
             step(model, mine(x))
             counts.append(0)
     finally:
-        repeated.record = record
+        repeated.make_recorded = record
     step(alone, x)
     assert_close(gradients(model), {name: p.grad for name, p in alone.named_parameters()})
     return counts

@@ -18,7 +18,7 @@ MOST_URGENT = 2**63
 
 
 local_tensor_of: Callable[[torch.Tensor], torch.Tensor] = attrgetter("_local_tensor")
-"""Returns the tensor that holds this rank's part of a DTensor. It is not an alias."""
+"""Returns the tensor object that holds this rank's part of a DTensor. Another object means that its memory was replaced."""
 
 spec_of: Callable[[torch.Tensor], Any] = attrgetter("_spec")
 """Returns a DTensor's mesh, placements, shape and strides, as a value that torch does not change."""

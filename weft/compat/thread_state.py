@@ -14,7 +14,8 @@ from weft.compat.environment import variable
 def thread_state(dtype: torch.dtype) -> tuple[Any, ...] | None:
     """Return the settings on which a call with factors of this dtype depends. They can be part of a key.
 
-    They are whether gradients are recorded, those of weft.compat.cublas.matmul_settings, and the variables of the environment
+    These are the settings that change results or choices: whether gradients are recorded, those of
+    weft.compat.cublas.matmul_settings (of which bfloat16 has fewer), and the variables of the environment
     that weft reads in each call. Return None if a mode for torch's functions or forward-mode autograd observes the thread. What
     else may observe it (weft.compat.dispatch.observed) is found by weft.compat.layouts.layout_check.
     """

@@ -22,7 +22,7 @@ from weft.compat.dispatch import autocast_enabled
 from weft.compat.layouts import layout_check
 from weft.compat.thread_state import thread_state
 from weft.models.parameters import ModuleParameter, kept_parameter
-from weft.ops.front import find_remembered, record, repeat
+from weft.ops.front import find_remembered, make_recorded, repeat
 from weft.ops.operator import Recording
 from weft.runtime.bound_call import PLAIN, RememberedCall
 from weft.runtime.groups import GROUPS
@@ -60,41 +60,41 @@ class RepeatedProduct:
     def multiply(self, x: torch.Tensor, linears: Sequence[nn.Module], make: Callable[..., Call], *where: Any) -> Any:
         """Return what the operator returns. Return None if it must be called in another way. It is for eager calls.
 
-        make: returns the operator's call, given x, the factors [K, n] and `where`.
+        make: returns the operator's call, memory x, the factors [K, n] and `where`.
         where: what else may differ between the calls of this place.
         """
         state = thread_state(x.dtype)
-        tensors, given = [x], [x]
+        tensors, memory = [x], [x]
         for linear in linears:
             parameter = linear._parameters.get("weight")
             if parameter is None:  # a parametrization computes it
                 return None
             kept = kept_parameter(linear, "weight")
             tensors.append(parameter)
-            given.append(kept.transposed(parameter))
+            memory.append(kept.transposed(parameter))
             if kept.is_moved:  # the other way checks the layout that it has now
                 return None
         kind = x.shape, where, state, len(linears), id(linears[0])
         call = self._calls.get(kind)
         if call is not None:
             check, known, recording = call
-            if check(*tensors, *given[1:]):
+            if check(*tensors, *memory[1:]):
                 if known is None:
                     return None
-                if (made := repeat(known, recording, tensors, given)) is not None:
+                if (made := repeat(known, recording, tensors, memory)) is not None:
                     return made
-        return self._begin(kind, tensors, given, linears, make)
+        return self._begin(kind, tensors, memory, linears, make)
 
     def _begin(
         self,
         kind: tuple[Any, ...],
         tensors: Sequence[Any],
-        given: Sequence[torch.Tensor],
+        memory: Sequence[torch.Tensor],
         linears: Sequence[nn.Module],
         make: Callable[..., Call],
     ) -> Any:
         """Make a call for the first time, and keep what `multiply` needs."""
-        (_, where, state, *_), x, check = kind, given[0], layout_check([*tensors, *given[1:]])
+        (_, where, state, *_), x, check = kind, memory[0], layout_check([*tensors, *memory[1:]])
         if state is None or check is None or autocast_enabled() or type(x) not in PLAIN:  # autocast multiplies copies
             return None
         if len(self._calls) >= _MOST:
@@ -105,13 +105,13 @@ class RepeatedProduct:
             weights = [_Transposed(kept_parameter(linear, "weight")) for linear in linears]
             # These parts are for the operator's checks, which ask whether factors require gradients. The node takes `tensors`.
             factors = [kept_parameter(linear, "weight").part(one).t() for linear, one in zip(linears, tensors[1:], strict=True)]
-            found = record(*make(x, factors, *where), tensors, given, weights)
+            found = make_recorded(*make(x, factors, *where), tensors, memory, weights)
             if found is None:
                 return None
             result, known, recording = found
             GROUPS.remembered.watch(known)
         else:
-            operator, arguments, options = make(x, given[1:], *where)
+            operator, arguments, options = make(x, memory[1:], *where)
             result, last = operator(*arguments, **options), find_remembered(operator, arguments, options)
             if last is None or last.bound is None:
                 return result

@@ -7,6 +7,7 @@ settings of torch on which results depend. The next call that is the same needs 
 
     remembered, with a BoundCall that can make it     BoundCall -> `view`, `after`
     remembered, with gradients                        one autograd.Function over a BoundCall, which reads and views -> `after`
+    remembered, with gradients, `reads` make copies   `reads` -> one autograd.Function over a BoundCall -> `view`, `after`
     remembered, otherwise                             `reads` -> LibraryOperator -> `view`, `after`
     not remembered                                    the function -> `reads` -> LibraryOperator -> `view`, `after`
 """
@@ -111,6 +112,7 @@ def public(function: F) -> F:
                 return results if request.after is None else request.after(results)
             request = request._replace(tensors=unflatten(places, given), group=known.group())
             # A BoundCall that could not make this call may be of a program that is closed. Then _run remembers another one.
+            # Calls without a BoundCall, as on CPUs, would be remembered again in vain.
             return request.run() if known.bound is None else _run(request, identity, tensors, arguments, options)
         except Exception as error:
             _publish(error, function, arguments, options)
@@ -125,17 +127,17 @@ def find_remembered(function: Any, arguments: Sequence[Any], options: dict[str, 
     return GROUPS.remembered.find(key, values, [])[1]
 
 
-def record(
+def make_recorded(
     function: Any,
     arguments: Sequence[Any],
     options: dict[str, Any],
     tensors: Sequence[Any],
-    given: Sequence[torch.Tensor],
+    memory: Sequence[torch.Tensor],
     reads: Sequence[Reading | None],
 ) -> tuple[Any, RememberedCall, Recording] | None:
     """Make a call of a public operator that autograd records, whose node takes other tensors than the operator.
 
-    tensors, given: as for Recording.apply: the first of the operator's tensors, and what `reads` can read as the others.
+    tensors, memory: as for Recording.apply: the first of the operator's tensors, and what `reads` can read as the others.
 
     Returns what the operator returns, and what `repeat` takes. Returns None without a call if the operator reads a copy.
     """
@@ -151,23 +153,23 @@ def record(
     reads = [recording.reads[0] if recording.reads else None, *reads]
     recording = Recording(request.operator, places, request.options, reads, request.view)
     known = RememberedCall(request.group or dist.group.WORLD, request=request._replace(tensors=(), group=None))
-    return repeat(known, recording, tensors, given), known, recording
+    return repeat(known, recording, tensors, memory), known, recording
 
 
-def repeat(known: RememberedCall, recording: Recording | None, tensors: Sequence[Any], given: Sequence[torch.Tensor]) -> Any:
+def repeat(known: RememberedCall, recording: Recording | None, tensors: Sequence[Any], memory: Sequence[torch.Tensor]) -> Any:
     """Make a remembered call, and return what the public function returns. Return None if it has to be made in another way.
 
     recording: the Recording of the call, if autograd records it.
-    tensors, given: as for Recording.apply.
+    tensors, memory: as for Recording.apply.
     """
     group, request = known.group(), known.request
     if group not in LIVING_GROUPS:
         return None
     try:
         if recording is not None:
-            results = recording.apply(known, tensors, given)
+            results = recording.apply(known, tensors, memory)
             return results if request.after is None else request.after(results)
-        if known.bound is None or (made := known.bound(given)) is None:
+        if known.bound is None or (made := known.bound(memory)) is None:
             return None
         results = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
         if known.view is not None:

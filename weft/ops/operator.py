@@ -251,9 +251,12 @@ def unflatten(places: Places, flat: Sequence[Any]) -> list[Any]:
 class Reading(Protocol):
     """A Reading is how an operator reads a tensor of a graph of autograd: in another shape, or as a part of it.
 
-    read: returns what the operator computes with. It is differentiable if gradients are recorded.
-    restore: is the reverse of `read` for gradients. For results it is the other way round: a result is restored, and its
-        gradient is read.
+                 forward                                      backward
+        operand  read: what the operator computes with        restore: from the operator's gradient to the tensor's
+        result   restore: from the operator's result to the   read: from the gradient of what the caller got to that of the
+                 caller's                                      operator's result
+
+    Both are differentiable if gradients are recorded.
     """
 
     def read(self, x: torch.Tensor, /) -> torch.Tensor: ...
@@ -290,26 +293,26 @@ class Recording:
         """The last needs_input_grad of autograd, and the same in the structure of the operator's arguments."""
 
     def apply(
-        self, known: RememberedCall | None, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor] | None = None
+        self, known: RememberedCall | None, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor] | None = None
     ) -> Any:
         """Compute a call. Return its result, or a tuple of them.
 
         known: has the BoundCall of such calls, or gets it. None if torch's dispatcher is to compute it.
         tensors: those of the graph of autograd: ordinary ones, or what `reads` can read.
-        given: tensors with the memory that the operator reads, by which the BoundCall is called. None for `tensors`.
+        memory: tensors with the memory that the operator reads, by which the BoundCall is called. None for `tensors`.
         """
         apply = self.operator.function.apply if known is None else self.operator.apply
-        return apply(self, known, tensors if given is None else given, *tensors)
+        return apply(self, known, tensors if memory is None else memory, *tensors)
 
     def compute(
-        self, known: RememberedCall | None, tensors: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+        self, known: RememberedCall | None, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """Compute a call without a BoundCall that makes it, and return its results. The arguments are as for `apply`."""
         read = unflatten(self.places, self._read(tensors, self.reads))
         if known is None:
             found = self.operator.forward(*read, *self.options)
         else:
-            found, bound, picks = self.operator.compute_plain(read, self.options, given)
+            found, bound, picks = self.operator.compute_plain(read, self.options, memory)
             known.keep(bound, picks, self.view)
         found = [found] if self.operator.single else found
         return found if self.view is None else [self.view.restore(one) for one in found]
@@ -394,16 +397,16 @@ class _Recorded(torch.autograd.Function):
         ctx: Any,
         recording: Recording,
         known: RememberedCall | None,
-        given: Sequence[torch.Tensor],
+        memory: Sequence[torch.Tensor],
         *tensors: torch.Tensor,
     ) -> Any:
         results: Any
-        if known is not None and known.bound is not None and (made := known.bound(given)) is not None:
+        if known is not None and known.bound is not None and (made := known.bound(memory)) is not None:
             results = [made[pick] for pick in known.picks]
             if known.view is not None:
                 results = [known.view.restore(one) for one in results]
         else:
-            results = recording.compute(known, tensors, given)
+            results = recording.compute(known, tensors, memory)
         recording.save(ctx, tensors, results)
         return results[0] if recording.operator.single else tuple(results)
 
