@@ -20,10 +20,10 @@ address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Return a function of as many tensors, which returns whether they are like these, and no two are the same object.
+    """Return a function of as many tensors, which returns whether they have the layouts of these, and no two are one object.
 
-    Tensors are alike if their types, shapes, strides, dtypes and devices are equal, and whether they require gradients, are to
-    be conjugated or negated, and are inference tensors. The thread must also be in the same state for torch's dispatcher:
+    That is so if their types, shapes, strides, dtypes and devices are equal, and whether they require gradients, are to be
+    conjugated or negated, and are inference tensors. The thread must also be in the same state for torch's dispatcher:
     autocast, inference mode, a dispatch mode, a transform of torch.func and torch.jit.trace change it.
 
     Return None if one of them has no strides, or if something observes this thread, so that calls must not be repeated.

@@ -44,7 +44,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of ordinary tensors. Other tensors need torch's dispatcher."""
 _BY_VALUE = frozenset((str, int, bool, float, type(None), torch.dtype))
 """The types of arguments that are compared by value."""
-_MOST, _MOST_ALIKE = 4096, 32
+_MOST, _MOST_LAYOUTS = 4096, 32
 """The most identities that are remembered, and the most layouts of one identity. The oldest is dropped first."""
 
 
@@ -148,8 +148,8 @@ class RememberedCalls:
         check = layout_check(tensors)
         if check is None:
             return
-        alike = [one for one in self._table.pop(identity, ()) if not one[0](*tensors)]
-        self._table[identity] = [*alike[1 - _MOST_ALIKE :], (check, made)]
+        others = [one for one in self._table.pop(identity, ()) if not one[0](*tensors)]
+        self._table[identity] = [*others[1 - _MOST_LAYOUTS :], (check, made)]
         if len(self._table) > _MOST:
             self._table.pop(next(iter(self._table)), None)
 
