@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from call_frames import MOST_FRAMES, MOST_STRAIGHT, frames_of
 from on_gpus import NEEDS_TWO, alarm
 from operators import BY_ID, check_forward, close
 from rank_pools import ranks_on_gpus
 
 import weft
+from weft.runtime.programs import Programs
 from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
@@ -54,3 +58,37 @@ def _graph(name: str) -> None:
 @every_operator
 def test_a_graph_is_replayed_with_new_data(pool: Ranks, name: str) -> None:
     pool.run(_graph, name)
+
+
+@alarm(90)
+def _warm(name: str) -> None:
+    """Calls with the same tensors, and calls whose inputs are elsewhere each time: none takes the slow path."""
+    operator = BY_ID[name]
+    own = operator.drawn(16, dist.get_world_size(), torch.bfloat16, 0)[dist.get_rank()]
+    options = operator.options([own] * dist.get_world_size())
+    slow: list[str] = []
+    make_call = Programs.make_call
+
+    def noted(self: Programs, call: Any) -> Any:
+        slow.append(call.op)
+        return make_call(self, call)
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(Programs, "make_call", noted)
+        for _ in range(8):
+            operator.call(*own, **options)
+        slow.clear()
+        frames = frames_of(lambda: operator.call(*own, **options))
+        assert not slow, f"{name}: a warm call took the slow path"
+        straight = any(function == "Straight.issue" for _, function in frames)
+        assert len(frames) <= (MOST_STRAIGHT if straight else MOST_FRAMES), (name, frames)
+        moved = [[each.clone() for each in own] for _ in range(40)]
+        for each in moved:
+            operator.call(*each, **options)
+        print(name, len(frames), "frames,", len(slow), "of 40 calls at new addresses on the slow path", flush=True)
+    weft.close()
+
+
+@every_operator
+def test_a_warm_call_takes_few_frames(pool: Ranks, name: str) -> None:
+    pool.run(_warm, name)

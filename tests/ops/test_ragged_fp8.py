@@ -112,7 +112,7 @@ def check_both(case: Case, schedule: str, output_dtype: torch.dtype | None = Non
     assert torch.equal(again, out), what
     gate, up = product.chunk(2, -1)
     both: Any = scales | {"output_dtype": output_dtype}
-    gated, _ = ragged_gated(*operands, None, splits, most, scales=both)
+    gated, _ = ragged_gated(*operands, None, splits, most, **both)
     close(gated, padded(torch.nn.functional.silu(gate) * up, most, product), what)
     operands, scales = given(case.combined[rank], case.b[rank])
     by_expert = case.counts[:, rank].t().contiguous().to(here())
@@ -160,7 +160,7 @@ def _mistakes() -> None:
         weft.all_to_all_matmul(**good, scale=1)
     blocks: Any = {"scale_a": torch.ones(len(a), 2), "scale_b": torch.ones(2, 2, 2)}
     with pytest.raises(ValueError, match="in halves of 112 columns; blockwise FP8 operands of a gated product need halves"):
-        ragged_gated(a, b[..., :224], None, case.counts[0], 40, scales=blocks)
+        ragged_gated(a, b[..., :224], None, case.counts[0], 40, **blocks)
 
 
 def test_mistakes_are_named(ranks: RankFixture) -> None:

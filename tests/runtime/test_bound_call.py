@@ -4,14 +4,13 @@ many Python frames."""
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from call_frames import MOST_FRAMES, frames_of
 from call_walk import walked_when_warm
 from single_process_ranks import FakeResources, rank_groups, resources_of
 
@@ -32,8 +31,6 @@ from weft.runtime.replay import CapturedCall
 from weft.schedules import build
 
 STREAM, NUMBER = 3, 7
-_MOST_FRAMES = 8
-_PACKAGE = Path(weft.__file__).parent
 
 
 class Group:
@@ -64,6 +61,7 @@ class Warm:
             title="the program",
             describe_call=lambda: "a flag",
             last_used=0,
+            ragged=None,
         )
         monkeypatch.setattr(bound_call, "capturing", lambda: False)
         monkeypatch.setattr(bound_call, "current_device", lambda: self.device)
@@ -227,7 +225,27 @@ def test_a_forgotten_call_is_not_enqueued(warm: Warm, straight: Straight) -> Non
     warm.known.forgotten = True
     assert warm.call() is None
     assert (straight.issued, warm.rank_group.calls) == ([], 0)
-    assert not warm.bound.makes(KnownCall(number=NUMBER, program=warm.program)), "the next call gets another BoundCall"
+    anew = KnownCall(number=NUMBER, program=warm.program)
+    assert not warm.bound.makes(anew, [warm.a, warm.b]), "the next call gets another BoundCall"
+
+
+def test_a_tensor_whose_address_is_in_a_table_must_not_move(warm: Warm, straight: Straight) -> None:
+    warm.bound._fixed = ((1, warm.b.data_ptr()),)
+    assert warm.call() == [warm.out]
+    assert warm.bound.makes(warm.known, [warm.a, warm.b])
+    warm.b = torch.ones(8, 3)
+    assert warm.call() is None
+    assert (len(straight.issued), warm.rank_group.calls) == (1, 1), "nothing was logged"
+    assert not warm.bound.makes(warm.known, [warm.a, warm.b]), "the slow path makes the table, and another BoundCall"
+
+
+def test_an_error_that_a_call_with_splits_has_noted_is_left_to_the_slow_path(warm: Warm) -> None:
+    own, other = SimpleNamespace(has_noted=False), SimpleNamespace(has_noted=False)
+    warm.bound._ragged = cast(Any, [own, other])
+    assert warm.replays()
+    other.has_noted = True
+    assert not warm.replays()
+    assert warm.rank_group.calls == 1, "nothing was logged"
 
 
 def test_a_graph_of_other_memory_is_captured_anew_if_that_was_earned(warm: Warm, straight: Straight) -> None:
@@ -289,23 +307,6 @@ def test_a_warm_call_on_another_stream_comes_after_the_last_one(warm: Warm) -> N
     assert warm.resources.driver.log == [("wait", STREAM + 1, first.done)]
 
 
-def _frames(work: Callable[[], object]) -> list[tuple[str, str]]:
-    """(file, function) of weft's Python functions that run."""
-    seen: list[tuple[str, str]] = []
-
-    def note(frame: Any, event: str, _: object) -> None:
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(_PACKAGE):
-            seen.append((path.relative_to(_PACKAGE).as_posix(), frame.f_code.co_qualname))
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return seen
-
-
 def _remember(warm: Warm, monkeypatch: pytest.MonkeyPatch, *, compared: object = None, values: Sequence[Schedule] = ()) -> Any:
     """Let weft.all_gather_matmul(a, b) be a warm call, and return its process group.
 
@@ -335,9 +336,9 @@ def test_a_warm_call_takes_few_frames(warm: Warm, monkeypatch: pytest.MonkeyPatc
     group = _remember(warm, monkeypatch)
     monkeypatch.setattr(common, "check_operands", lambda *_, **__: pytest.fail("it took the slow path"))
     found: list[torch.Tensor] = []
-    frames = _frames(lambda: found.append(weft.all_gather_matmul(warm.a, warm.b)))
+    frames = frames_of(lambda: found.append(weft.all_gather_matmul(warm.a, warm.b)))
     assert found == [warm.out]
-    assert len(frames) <= _MOST_FRAMES, frames
+    assert len(frames) <= MOST_FRAMES, frames
     named = [(file, name.partition(".<locals>")[0]) for file, name in frames if not name.endswith("<listcomp>")]
     assert named == walked_when_warm()
     assert group

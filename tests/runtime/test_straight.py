@@ -27,7 +27,7 @@ from weft.compat import streams, triton_kernels
 from weft.compat.streams import Word
 from weft.core.problem import Problem, split
 from weft.core.schedule import Collective, Gemm, Push, Reduce, Region, Schedule
-from weft.kernels.launch import Launcher
+from weft.kernels.launch import Launcher, record_launches
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.bound import BoundProgram
 from weft.runtime.call_tensors import CallTensors
@@ -332,12 +332,12 @@ OPTIONS = (False, False, None, None, (4, 1, 0), None, None, None)
 def test_a_prepared_kernel_is_launched_with_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     launched: list[Recorded] = []
-    launcher = Launcher(None, pointers=(4, 5))
+    launcher = Launcher(None)
     launcher._compiled["key"] = compiled_kernel(launched)
     first, second, table = torch.zeros(8, 4), torch.zeros(3), torch.zeros(3)
     at = table.data_ptr()
     arguments = (first, table, None, 5, second.data_ptr(), at, (table, second, 3))
-    (recorded,) = launcher.record(lambda: launcher(7, arguments, {"BLOCK": 16}, key="key"))
+    (recorded,) = record_launches(lambda: launcher(7, arguments, {"BLOCK": 16}, key="key"))
     assert launched == []
     moving = Moving(first, second)
     run = recorded.prepare(moving)
@@ -357,7 +357,7 @@ def test_descriptors_refer_to_the_tensors_of_each_call_and_to_none_afterwards(mo
     compiled.run.launch = lambda *given: seen.append([one.base for one in given[-3:]])
     moves, fixed = torch.zeros(16, 16), torch.zeros(16, 16)
     arguments = [TensorDescriptor.from_tensor(one, [16, 16]) for one in (moves, fixed)]
-    (recorded,) = launcher.record(lambda: launcher(7, (*arguments, arguments[0]), {}, key="key"))
+    (recorded,) = record_launches(lambda: launcher(7, (*arguments, arguments[0]), {}, key="key"))
     moving = Moving(moves)
     run = recorded.prepare(moving)
     assert run is not None
@@ -377,13 +377,13 @@ def test_another_thread_launches_while_a_launch_is_recorded() -> None:
         thread.start()
         thread.join()
 
-    assert launcher.record(others) == []
+    assert record_launches(others) == []
     assert launched == [STREAM]
 
 
 def test_a_kernel_that_was_not_launched_before_is_not_prepared() -> None:
     launcher = Launcher(None)
-    (recorded,) = launcher.record(lambda: launcher(7, (1,), {}, key="key"))
+    (recorded,) = record_launches(lambda: launcher(7, (1,), {}, key="key"))
     assert recorded.prepare() is None
 
 
@@ -512,4 +512,4 @@ def test_a_sum_whose_table_has_addresses_of_the_caller_is_not_prepared() -> None
     buffers = {"out": SimpleNamespace(kind="output"), "kept": SimpleNamespace(kind="symmetric")}
     for name, fixed in (("out", False), ("kept", True)):
         sums._sources = [Region(name, 0, (0, 1), (0, 1))]
-        assert sums.has_fixed_tables(Bindings(buffers=cast(Any, buffers))) is fixed
+        assert sums.reads_by_address(Bindings(buffers=cast(Any, buffers))) is fixed

@@ -36,10 +36,8 @@ def checked(result: tuple[Any, ...]) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-def raw_stream(index: int) -> int:
-    """Return the number of torch's current stream on a GPU, without the object that torch.cuda.current_stream makes."""
-    return int(torch._C._cuda_getCurrentRawStream(index))
-
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+"""Returns the number of torch's current stream on a GPU, without the object that torch.cuda.current_stream makes."""
 
 capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 """Returns whether a CUDA graph captures torch's current stream."""

@@ -33,14 +33,12 @@ class RecordedLaunch(NamedTuple):
     """A RecordedLaunch is a launch that a Launcher would have made.
 
     compiled: the compiled kernel. None if it has not been launched with such arguments, and for the interpreter.
-    arguments: all arguments, including constants.
-    pointers: the positions of integers that are addresses.
+    arguments: all arguments, including constants. Integers may be addresses.
     """
 
     compiled: Any
     blocks: int
     arguments: tuple[object, ...]
-    pointers: Sequence[int] = ()
 
     def prepare(self, moving: MovingTensors | None = None) -> Callable[[int], None] | None:
         """Return a function that makes this launch on a stream, or None if it cannot be prepared.
@@ -52,8 +50,6 @@ class RecordedLaunch(NamedTuple):
         find = (lambda address: None) if moving is None else moving.address
         held: list[object] = []  # tables, which live as long as the function
         arguments = [_without_tensor(one, find, held) for one in self.arguments]
-        for index in self.pointers:
-            arguments[index] = _Moved.at(find, arguments[index])
         changing = [(index, one.number) for index, one in enumerate(arguments) if isinstance(one, _Moved)]
         groups = [
             (index, list(one), [(at, part.number) for at, part in enumerate(one) if isinstance(part, _Moved)])
@@ -96,6 +92,10 @@ class _Moved(NamedTuple):
         return address if number is None else _Moved(number)
 
 
+_LEAST_ADDRESS = 1 << 32
+"""Sizes and strides are smaller, and addresses of the heap and of GPUs are larger."""
+
+
 def _without_tensor(argument: Any, find: Callable[[int], int | None], held: list[object]) -> Any:
     """Return an argument with the addresses of its tensors instead of these."""
     if isinstance(argument, torch.Tensor):
@@ -103,6 +103,8 @@ def _without_tensor(argument: Any, find: Callable[[int], int | None], held: list
         if not isinstance(found, _Moved):
             held.append(argument)
         return found
+    if isinstance(argument, int) and argument >= _LEAST_ADDRESS:
+        return _Moved.at(find, argument)
     if isinstance(argument, tuple) and any(isinstance(part, torch.Tensor) for part in argument):
         return tuple([_without_tensor(part, find, held) for part in argument])
     return argument
@@ -114,14 +116,11 @@ class Launcher:
     From the second launch with the same key on, it calls the compiled kernel directly. Triton's own launch binds and
     specialises every argument each time.
 
-    pointers: the positions of integer arguments that are addresses.
     """
 
-    def __init__(self, kernel: Any, pointers: Sequence[int] = ()) -> None:
-        self._kernel, self._pointers = kernel, pointers
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
         self._compiled: dict[Hashable, Any] = {}
-        self._recorded: dict[int, list[RecordedLaunch]] = {}
-        """The launches of each thread that is in `record`. Other threads may launch meanwhile."""
 
     def __call__(
         self,
@@ -141,19 +140,24 @@ class Launcher:
         stream: by default torch's current stream. A first launch accepts no other.
         """
         compiled = self._compiled.get(key)
-        recorded = self._recorded.get(get_ident()) if self._recorded else None
+        recorded = _RECORDED.get(get_ident()) if _RECORDED else None
         if recorded is not None:
-            recorded.append(RecordedLaunch(compiled, blocks, (*arguments, *constants.values()), self._pointers))
+            recorded.append(RecordedLaunch(compiled, blocks, (*arguments, *constants.values())))
         elif compiled is None:
             self._compiled[key] = finished(self._kernel[(blocks,)](*arguments, **constants, **options))
         else:
             relaunch(compiled, blocks, (*arguments, *constants.values()), stream)
 
-    def record(self, launch: Callable[[], None]) -> list[RecordedLaunch]:
-        """Return the launches that a function makes by this launcher in this thread. They are not made."""
-        found = self._recorded[get_ident()] = []
-        try:
-            launch()
-        finally:
-            del self._recorded[get_ident()]
-        return found
+
+_RECORDED: dict[int, list[RecordedLaunch]] = {}
+"""The launches of each thread that is in `record_launches`. Other threads may launch meanwhile."""
+
+
+def record_launches(launch: Callable[[], None]) -> list[RecordedLaunch]:
+    """Return the launches that a function makes in this thread by any Launcher. They are not made."""
+    found = _RECORDED[get_ident()] = list[RecordedLaunch]()
+    try:
+        launch()
+    finally:
+        del _RECORDED[get_ident()]
+    return found

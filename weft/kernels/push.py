@@ -162,7 +162,7 @@ def _lay_out(moves: Sequence[_Move], device: torch.device) -> PushTables:
 
 def make_launcher() -> Launcher:
     """Return the launcher for repeated calls of `push`."""
-    return Launcher(_push_kernel, pointers=(1,))
+    return Launcher(_push_kernel)
 
 
 def push(

@@ -65,7 +65,7 @@ def run_table(addresses: Sequence[int], *, own: int, dtype: torch.dtype, divide_
 
 def make_launcher() -> Launcher:
     """Return the launcher for repeated calls of `sum_runs`."""
-    return Launcher(_sum_runs_kernel, pointers=(1, 2))
+    return Launcher(_sum_runs_kernel)
 
 
 def load(plan: RunTable, *, launched_by: Launcher, address: int) -> None:

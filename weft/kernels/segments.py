@@ -330,14 +330,14 @@ def layout_kernel(
         _write_groups(tables.groups, rows, expert, S.EQ)
         tl.store(part, there, mask=there_is)
         tl.store(part + 1, rows, mask=there_is)
-        tl.store(received_ptr + place, rows, mask=known)
+        tl.store(received_ptr + place, rows, mask=there_is)
         signals = (rows + S.MOVE_ROWS - 1) // S.MOVE_ROWS
     else:
         here = _rows_before(counts_ptr, other, me, expert, True, True, S)
         tl.store(moved, rows, mask=there_is)
         tl.store(moved + 1, here, mask=there_is)
         tl.store(moved + 2, there, mask=there_is)
-        tl.store(received_ptr + other * E + expert, rows, mask=known)
+        tl.store(received_ptr + other * E + expert, rows, mask=there_is)
         within = here - _rows_before(counts_ptr, other, tl.full((S.Q,), 0, tl.int32), expert, True, True, S)
         tiles = (within + sent - 1) // S.TILE_ROWS - within // S.TILE_ROWS + 1
         signals = tl.where(sent > 0, tiles * col_tiles, 0)

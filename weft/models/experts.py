@@ -140,15 +140,15 @@ def run_float8_experts_on_ranks(
     rows = routing.spread(elements.view(torch.uint8)).view(elements.dtype)
     given: ScaleAndBias = {"scale_a": routing.spread(scales), "scale_b": into.scales, "output_dtype": x.dtype}
     if act is swiglu:
-        middle, arrived = ragged_gated(rows, into.elements, group, splits, most, a_rows=sent, limit=limits.text, scales=given)
+        middle, arrived = ragged_gated(rows, into.elements, group, splits, most, a_rows=sent, limit=limits.text, **given)
     else:
         hidden, arrived, *_ = ragged_dispatch(
-            rows, into.elements, group, splits, most, return_received=False, a_rows=sent, limit=limits.text, scales=given
+            rows, into.elements, group, splits, most, return_received=False, a_rows=sent, limit=limits.text, **given
         )
         middle = act(hidden, arrived)
     elements, scales = experts_quantise(middle, arrived)
     given = {"scale_a": scales, "scale_b": out.scales, "output_dtype": x.dtype}
-    home, _ = ragged_combine(elements, out.elements, group, arrived, sent, a_rows=most, limit=limits.text, scales=given)
+    home, _ = ragged_combine(elements, out.elements, group, arrived, sent, a_rows=most, limit=limits.text, **given)
     return routing.gather(home, weights)
 
 

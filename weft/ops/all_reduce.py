@@ -89,7 +89,8 @@ def matmul_all_reduce(
     view, tensors = rows_of(shape), (a, b, bias, residual)
     if scaled is not None:
         added = None if residual is None else as_matrix(residual)
-        return scaled_matmul("matmul_all_reduce", a, [b], scaled, of_group, spec, view=view, bias=bias, residual=added)[0]
+        how: Any = {"view": view, "bias": bias, "residual": added}
+        return cast(torch.Tensor, scaled_matmul("matmul_all_reduce", a, [b], scaled, (group, *of_group), spec, **how))
     request = OperatorRequest(flat_matmul_all_reduce, tensors, (of_group[0], spec), group, (view, None, None, view), view)
     return cast(torch.Tensor, request)  # `public` runs it
 

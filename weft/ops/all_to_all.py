@@ -46,7 +46,7 @@ from weft.ops.common import (
 )
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
-from weft.ops.ragged_all_to_all import ragged_combine, ragged_dispatch, refuse_max_rows
+from weft.ops.ragged_all_to_all import combine_request, dispatch_request, refuse_max_rows
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, scaled_matmul
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, matmul_call
@@ -139,7 +139,7 @@ def matmul_all_to_all(
     if scales and columns:
         refuse_scales(scales, "split_dim=-1")
     if splits is not None:
-        return ragged_combine(a, b, group, splits, max_rows, schedule=schedule, scales=scales)
+        return combine_request(a, b, group, splits, max_rows, schedule=schedule, **scales)
     refuse_max_rows(max_rows)
     if columns:
         return columns_to_ranks(a, b, group, schedule)
@@ -149,8 +149,8 @@ def matmul_all_to_all(
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "matmul_all_to_all")
     if scaled is not None:
-        of_group = (name, rank, world_size)
-        return scaled_matmul("matmul_all_to_all", a, [b], scaled, of_group, spec, view=view, unit=unit)[0]
+        of_group = group, name, rank, world_size
+        return scaled_matmul("matmul_all_to_all", a, [b], scaled, of_group, spec, view=view, unit=unit)
     options = (name, rank, world_size, unit, spec)
     return OperatorRequest(_matmul_all_to_all, (a, b), options, group, (rows_of(shape), None), view)
 
@@ -306,8 +306,8 @@ def all_to_all_matmul(
     if scales and columns:
         refuse_scales(scales, "gather_dim=-1")
     if splits is not None:
-        options: dict[str, Any] = {"return_received": return_received, "schedule": schedule, "scales": scales}
-        return ragged_dispatch(a, b, group, splits, max_rows, **options)
+        options: dict[str, Any] = {"return_received": return_received, "schedule": schedule, **scales}
+        return dispatch_request(a, b, group, splits, max_rows, **options)
     refuse_max_rows(max_rows)
     if columns:
         return columns_from_ranks(a, b, group, schedule, return_received=return_received)
@@ -321,8 +321,8 @@ def all_to_all_matmul(
         return tuple(results) if return_received else results[0]
 
     if scaled is not None:
-        how: dict[str, Any] = {"view": view, "unit": unit, "return_gathered": return_received}
-        return after(scaled_matmul("all_to_all_matmul", a, [b], scaled, (name, rank, world_size), spec, **how))
+        how: dict[str, Any] = {"view": view, "unit": unit, "return_gathered": return_received, "after": after}
+        return scaled_matmul("all_to_all_matmul", a, [b], scaled, (group, name, rank, world_size), spec, **how)
     of_call = (name, rank, world_size, unit, spec, return_received)
     return OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, (rows_of(shape), None), view, after)
 

@@ -20,7 +20,6 @@ from weft.ops.common import choose_backward_schedule
 from weft.ops.operator import define
 from weft.runtime.choose import readable_profile
 from weft.runtime.collective_calls import CollectiveCall, check_summed, staging_from_environment
-from weft.runtime.groups import GROUPS
 
 _BACKWARD: dict[str, Op] = {
     "all_gather": "reduce_scatter",
@@ -56,19 +55,18 @@ def default_sms(device: torch.device) -> int:
     return 2 * readable_profile(device).stores.sms
 
 
-def _run(x: torch.Tensor, options: _Options) -> torch.Tensor:
-    out = x.new_empty(options.shape(x))
-    call = CollectiveCall(
+def _run(x: torch.Tensor, options: _Options) -> CollectiveCall:
+    return CollectiveCall(
         op=cast(Op, options.op),
         schedule=options.schedule,
+        group=options.group,
         a=x.contiguous(),
-        out=out,
+        out=x.new_empty(options.shape(x)),
+        fresh=True,
         reduce_op=cast(Literal["sum", "avg"], options.reduce_op),
         staging_bytes=options.staging_bytes or staging_from_environment(x.device),
         sms=options.sms or default_sms(x.device),
     )
-    GROUPS.run(options.group, call)
-    return out
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -87,5 +85,12 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor]:
     return (collective(grad, *options._replace(op=op, reduce_op=reduce_op, schedule=schedule)),)
 
 
-collective = define("collective", _run, lambda x, options: x.new_empty(options.shape(x)), save=_save, backward=_backward)
+collective = define(
+    "collective",
+    _run,
+    lambda x, options: x.new_empty(options.shape(x)),
+    returns=torch.Tensor,
+    save=_save,
+    backward=_backward,
+)
 """The operator weft::collective."""

@@ -39,7 +39,7 @@ from weft.ops.embedding_arguments import (
     dtype_of_tables,
     offsets_of,
 )
-from weft.ops.front import public
+from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.optimizers import Optimizer
 from weft.ops.schema import SymInt
@@ -125,18 +125,14 @@ def embedding_bag_all_to_all(
     counts, flat_dims = [len(own) for own in by_rank], [dim for own in by_rank for dim in own]
     update = (optimizer.KIND, optimizer.lr, optimizer.eps) if optimizer else ("", 0.0, 0.0)
     spec = schedule_to_spec(schedule, "embedding_bag_all_to_all")
-    out: torch.Tensor = _embedding_bag_all_to_all(
-        tables,
-        indices.contiguous(),
-        offsets.contiguous(),
-        None if per_sample_weights is None else per_sample_weights.contiguous(),
-        _anchor(tables, indices) if any(by_rank) else None,
-        states,
-        *(name, rank, counts, flat_dims, samples, mode),
-        *(kind, spec, pooling, _checked(checked, indices), sparse),
-        *update,
-    )
-    return out
+    weights = None if per_sample_weights is None else per_sample_weights.contiguous()
+    anchor = _anchor(tables, indices) if any(by_rank) else None
+    lookup = (name, rank, counts, flat_dims, samples, mode)
+    checks = _checked(checked, indices)
+    how = (kind, spec, pooling, checks, sparse, *update)
+    given = (tables, indices.contiguous(), offsets.contiguous(), weights, anchor, states)
+    request = OperatorRequest(_embedding_bag_all_to_all, given, (*lookup, *how), group)
+    return request.run() if checks else cast(torch.Tensor, request)  # `public` runs it
 
 
 def _anchor(tables: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:
@@ -228,9 +224,10 @@ def _forward(
     states: Tables,
     lookup: _Lookup,
     options: _Forward,
-) -> torch.Tensor:
-    call = LookupCall(
+) -> LookupCall:
+    return LookupCall(
         op="embedding_bag_all_to_all",
+        group=lookup.group,
         schedule=options.schedule,
         tables=tables,
         indices=indices,
@@ -241,11 +238,8 @@ def _forward(
         mode=lookup.mode,
         dtype=options.dtype,
         pooling=options.pooling,
+        check=partial(check_values_of, tables, indices, offsets, lookup.batch) if options.checked else None,
     )
-    out = GROUPS.run(lookup.group, call)["out"][0]
-    if options.checked:
-        check_values_of(tables, indices, offsets, lookup.batch)
-    return out
 
 
 def _forward_fake(tables: Tables, indices: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -312,7 +306,13 @@ def _updated(
 
 
 _embedding_bag_all_to_all = define(
-    "embedding_bag_all_to_all", _forward, _forward_fake, save=_save, backward=_backward, double_backward=False
+    "embedding_bag_all_to_all",
+    _forward,
+    _forward_fake,
+    returns=torch.Tensor,
+    save=_save,
+    backward=_backward,
+    double_backward=False,
 )
 
 

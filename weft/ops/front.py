@@ -9,6 +9,8 @@ settings of torch on which results depend. The next call that is the same needs 
     remembered, with gradients                        one autograd.Function over a BoundCall, which reads and views -> `after`
     remembered, with gradients, `reads` make copies   `reads` -> one autograd.Function over a BoundCall -> `view`, `after`
     remembered, otherwise                             `reads` -> LibraryOperator -> `view`, `after`
+    remembered, otherwise, and the function makes     as if it were not remembered
+        the operator's tensors (the view of a scale)
     not remembered                                    the function -> `reads` -> LibraryOperator -> `view`, `after`
 """
 
@@ -38,7 +40,8 @@ class OperatorRequest(NamedTuple):
     """An OperatorRequest says what a public function computes.
 
     operator: the operator that runs.
-    tensors: the caller's tensors, in the places of the operator's tensors.
+    tensors: the caller's tensors, in the places of the operator's tensors, or views of them. A call that takes a view is
+        remembered only with a BoundCall, which needs nothing but the caller's tensors.
     options: the operator's options.
     group: the process group. None for the whole world.
     reads: for each of the tensors, how the operator reads it. None for a list of tensors, and for what it reads as it is. It
@@ -92,12 +95,12 @@ def public(function: F) -> F:
             tensors: list[torch.Tensor] = []
             key, values = [function, len(arguments), *options], [*arguments, *options.values()]
             identity, known = GROUPS.remembered.find(key, values, tensors)
-            if known is None:
+            made = None if known is None or known.bound is None or known.recording is not None else known.bound(tensors)
+            if known is None or (made is None and not known.request.tensors):
                 request = function(*arguments, **options)
                 return _run(request, identity, tensors, arguments, options) if isinstance(request, OperatorRequest) else request
-            request = known.request
-            recording = known.recording
-            if recording is None and known.bound is not None and (made := known.bound(tensors)) is not None:
+            request, recording = known.request, known.recording
+            if made is not None:
                 results: Any = made[known.picks[0]] if request.operator.single else [made[pick] for pick in known.picks]
                 if known.view is not None:
                     return request.finish(results)
@@ -198,9 +201,10 @@ def _run(
     group = request.group or dist.group.WORLD
     places, flat = flatten(request.tensors)
     numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-    if identity is not None and group is not None and all(id(one) in numbers for one in flat):
+    own = all(id(one) in numbers for one in flat)
+    if identity is not None and group is not None:
         values = [one for one in (*arguments, *options.values()) if isinstance(one, Schedule)]
-        template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]), group=None)
+        template = request._replace(tensors=(places, [numbers[id(one)] for one in flat]) if own else (), group=None)
         known = RememberedCall(group, values=values, request=template)
     if request.operator.is_recorded(given) and not observed():
         # Later calls are recorded in the same way: a checkpoint compares what two calls save for the backward.
@@ -213,7 +217,7 @@ def _run(
         results, bound, picks = request.operator.compute(given, request.options, tensors)
         known.keep(bound, picks, request.view)
         results = request.finish(results)
-    if identity is not None and known.request is not None:
+    if identity is not None and known.request is not None and (own or (known.recording is None and known.bound is not None)):
         GROUPS.remembered.add(identity, tensors, known)
     return results
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any, Protocol
 
 import torch
@@ -72,7 +72,7 @@ class LibraryOperator:
     ) -> None:
         schema, self._count, self._places = schema_of(name, run, returns)
         self.name, self._run, self._fake, self.save = name, run, fake, save
-        self._calls = returns is not None
+        self._calls, self._has_lists = returns is not None, "int[]" in schema
         self.single, self.returns_tuple = not schema.endswith(("[]", ")")), schema.endswith(")")
         self.function: Any = type(f"weft_{name}", (_Recorded,), {})
         self.apply = apply_of(self.function)
@@ -133,6 +133,8 @@ class LibraryOperator:
         state = thread_state(flat[0].dtype)
         if state is None:
             return None, flat, None
+        if self._has_lists:
+            options = [tuple(one) if isinstance(one, list) else one for one in options]
         identity = (self, places, *options, *state, flat[0].shape)
         return identity, flat, GROUPS.remembered.get(identity, flat)
 
@@ -153,10 +155,10 @@ class LibraryOperator:
         call: Call = self._run(*self._group_options((*tensors, *options)))
         agreed, outputs = GROUPS.make_call(call.group, call)
         results = call.results_of(outputs)
-        numbers = {id(one): number for number, one in enumerate(chain.from_iterable(outputs.values()))}
+        numbers = dict(zip(map(id, call.made or chain.from_iterable(outputs.values())), count(), strict=False))
         picks = [numbers[id(result)] for result in results if id(result) in numbers]
         bound = None if known is None else known.bound
-        if identity is not None and (known is None or (bound is not None and not bound.makes(agreed))):
+        if identity is not None and (known is None or (bound is not None and not bound.makes(agreed, flat))):
             bound = bind(agreed, call, outputs, flat)
             GROUPS.remembered.add(identity, flat, RememberedCall(group_named(call.group), bound, picks))
         if bind_to is not None:

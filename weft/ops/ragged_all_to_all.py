@@ -25,8 +25,8 @@ Callers that know the first number pass it as a_rows. Otherwise the backward ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,10 @@ from weft.compat.tensors import grouped_mm
 from weft.core.problem import Op, Scaling
 from weft.core.schedule import Schedule
 from weft.ops.common import FLOAT8, check_operands, describe, make_empty_operand_after, resolve_group
+from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.scaled import ScaleAndBias, quantised, quantised_here
 from weft.ops.schema import SymInt
-from weft.runtime.bindings import scales_name
 from weft.runtime.calls import ScaledOperands
 from weft.runtime.choose import MODES
 from weft.runtime.groups import GROUPS
@@ -47,8 +47,6 @@ from weft.schedules import ragged
 
 _DISPATCH: Op = "ragged_all_to_all_matmul"
 _COMBINE: Op = "ragged_matmul_all_to_all"
-_UNSCALED: ScaleAndBias = {}
-"""The scales of operands that are not FP8."""
 
 
 class _Ragged(NamedTuple):
@@ -104,7 +102,7 @@ def _most_rows(a: torch.Tensor, options: _Ragged) -> int:
 # Rows return from experts to their ranks.
 
 
-def ragged_combine(
+def combine_request(
     a: torch.Tensor,
     b: torch.Tensor,
     group: dist.ProcessGroup | None,
@@ -114,21 +112,22 @@ def ragged_combine(
     a_rows: int | None = None,
     limit: str = "",
     schedule: str | Schedule = "auto",
-    scales: ScaleAndBias = _UNSCALED,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run matmul_all_to_all with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
-    spec = _spec(schedule)
-    by_expert, options = _checked(_COMBINE, a, b, group, splits, max_rows, a_rows, limit, spec)
+    **scales: Unpack[ScaleAndBias],
+) -> OperatorRequest:
+    """Return the OperatorRequest of matmul_all_to_all with splits. a_rows, limit: as for _Ragged."""
+    by_expert, options = _checked(_COMBINE, a, b, group, splits, max_rows, a_rows, limit, _spec(schedule))
+    after = _finish if b.dim() == 3 else _finish_single
     if scales or a.dtype in FLOAT8:
-        out, counts = _scaled(_COMBINE, a, b, by_expert, scales, options)
-    else:
-        out, counts = _ragged_matmul_all_to_all(a, _grouped(b), by_expert, *options)
-    return out, counts if b.dim() == 3 else counts.flatten()
+        return _scaled(_COMBINE, a, b, group, by_expert, scales, options, after)
+    return OperatorRequest(_ragged_matmul_all_to_all, (a, _grouped(b), by_expert), options, group, after=after)
 
 
-def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    out, counts = _run(_COMBINE, a, b, splits, options)
-    return out, counts
+ragged_combine: Callable[..., Any] = public(combine_request)
+"""Runs matmul_all_to_all with splits: as combine_request."""
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> RaggedCall:
+    return _call(_COMBINE, a, b, splits, options)
 
 
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -148,6 +147,7 @@ _ragged_matmul_all_to_all = define(
     "ragged_matmul_all_to_all",
     _combine,
     lambda a, b, splits, options: _empty(_COMBINE, a, b, options),
+    returns=tuple[torch.Tensor, torch.Tensor],
     save=_combine_save,
     backward=_combine_backward,
 )
@@ -156,7 +156,7 @@ _ragged_matmul_all_to_all = define(
 # Rows go to experts.
 
 
-def ragged_dispatch(
+def dispatch_request(
     a: torch.Tensor,
     b: torch.Tensor,
     group: dist.ProcessGroup | None,
@@ -167,23 +167,23 @@ def ragged_dispatch(
     a_rows: int | None = None,
     limit: str = "",
     schedule: str | Schedule = "auto",
-    scales: ScaleAndBias = _UNSCALED,
-) -> tuple[torch.Tensor, ...]:
-    """Run all_to_all_matmul with splits. a_rows, limit: as for _Ragged. scales: the scales of FP8 operands."""
-    spec = _spec(schedule)
-    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, spec)
+    **scales: Unpack[ScaleAndBias],
+) -> OperatorRequest:
+    """Return the OperatorRequest of all_to_all_matmul with splits. a_rows, limit: as for _Ragged."""
+    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, _spec(schedule))
+    after = _finish if b.dim() == 3 else _finish_single
     if scales or a.dtype in FLOAT8:
-        results = _scaled(_DISPATCH, a, b, by_rank, scales, options, return_received=return_received)
-    else:
-        results = _ragged_all_to_all_matmul(a, _grouped(b), by_rank, *options, return_received)
-    out, counts, *received = results
-    return (out, counts if b.dim() == 3 else counts.flatten(), *received)
+        return _scaled(_DISPATCH, a, b, group, by_rank, scales, options, after, return_received=return_received)
+    given = (*options, return_received)
+    return OperatorRequest(_ragged_all_to_all_matmul, (a, _grouped(b), by_rank), given, group, after=after)
 
 
-def _dispatch(
-    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool
-) -> list[torch.Tensor]:
-    return _run(_DISPATCH, a, b, splits, options, return_received=return_received)
+ragged_dispatch: Callable[..., Any] = public(dispatch_request)
+"""Runs all_to_all_matmul with splits: as dispatch_request."""
+
+
+def _dispatch(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool) -> RaggedCall:
+    return _call(_DISPATCH, a, b, splits, options, return_received=return_received)
 
 
 def _dispatch_fake(
@@ -224,10 +224,16 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
 
 
 _ragged_all_to_all_matmul = define(
-    "ragged_all_to_all_matmul", _dispatch, _dispatch_fake, save=_dispatch_save, backward=_dispatch_backward
+    "ragged_all_to_all_matmul",
+    _dispatch,
+    _dispatch_fake,
+    returns=list[torch.Tensor],
+    save=_dispatch_save,
+    backward=_dispatch_backward,
 )
 
 
+@public
 def ragged_gated(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -237,33 +243,33 @@ def ragged_gated(
     *,
     a_rows: int | None = None,
     limit: str = "",
-    scales: ScaleAndBias = _UNSCALED,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    **scales: Unpack[ScaleAndBias],
+) -> Any:
     """Return silu(left half) * right half of all_to_all_matmul(a, b, splits=splits), and the counts.
 
     The product is computed in float32 and not stored. The result [max_rows, F] has no gradient. Raises ValueError for an odd N.
 
     b: [experts, K, 2 F].
     a_rows, limit: as for _Ragged.
-    scales: the scales of FP8 operands. With blockwise scales F is a multiple of 128.
+    With blockwise scales F is a multiple of 128.
     """
     by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, "auto")
     if b.dim() != 3 or b.shape[2] % 2:
         raise ValueError(f"b is {describe(b)}; for a gated product it must be [experts, K, 2 F]")
     if scales or a.dtype in FLOAT8:
-        out, counts = _scaled(_DISPATCH, a, b, by_rank, scales, options, gated=True)
-    else:
-        out, counts = _ragged_all_to_all_gated(a, b, by_rank, *options)
-    return out, counts
+        return _scaled(_DISPATCH, a, b, group, by_rank, scales, options, _finish, gated=True)
+    return OperatorRequest(_ragged_all_to_all_gated, (a, b, by_rank), options, group, after=_finish)
 
 
-def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> tuple[torch.Tensor, torch.Tensor]:
-    out, counts = _run(_DISPATCH, a, b, splits, options, gated=True)
-    return out, counts
+def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> RaggedCall:
+    return _call(_DISPATCH, a, b, splits, options, gated=True)
 
 
 _ragged_all_to_all_gated = define(
-    "ragged_all_to_all_gated", _gated, lambda a, b, splits, options: _empty(_DISPATCH, a, b, options, gated=True)
+    "ragged_all_to_all_gated",
+    _gated,
+    lambda a, b, splits, options: _empty(_DISPATCH, a, b, options, gated=True),
+    returns=tuple[torch.Tensor, torch.Tensor],
 )
 
 
@@ -290,14 +296,16 @@ def _scaled(
     op: Op,
     a: torch.Tensor,
     b: torch.Tensor,
+    group: dist.ProcessGroup | None,
     splits: torch.Tensor,
     scales: ScaleAndBias,
     options: _Ragged,
+    after: Callable[[Sequence[torch.Tensor]], Any],
     *,
     return_received: bool = False,
     gated: bool = False,
-) -> list[torch.Tensor]:
-    """Check the scales, and run the operator."""
+) -> OperatorRequest:
+    """Check the scales, and return the OperatorRequest of the operator."""
     if "bias" in scales:
         raise ValueError("bias cannot be used with splits; add it to the rows that arrive")
     of = quantised(op, a, [b], scales)
@@ -305,10 +313,8 @@ def _scaled(
     if scale_a is None:
         a, scale_a = quantised_here(a, of.recipe)
     scaled = (op, return_received, gated, of.recipe, of.output_dtype, of.use_fast_accum)
-    results: list[torch.Tensor] = _ragged_scaled_matmul(
-        a, _grouped(b), scale_a, _grouped(of.scale_bs[0]), splits, *options, *scaled
-    )
-    return results
+    tensors = (a, _grouped(b), scale_a, _grouped(of.scale_bs[0]), splits)
+    return OperatorRequest(_ragged_scaled_matmul, tensors, (*options, *scaled), group, after=after)
 
 
 def _run_scaled(
@@ -319,12 +325,13 @@ def _run_scaled(
     splits: torch.Tensor,
     options: _Ragged,
     scaled: _ScaledOptions,
-) -> list[torch.Tensor]:
+) -> RaggedCall:
     op: Any = scaled.op
     names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], scaled.recipe
     scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=scaled.use_fast_accum)
     more = {"return_received": scaled.return_received, "gated": scaled.gated}
-    return _run(op, a, b, splits, options, scales=ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype), **more)
+    operands = ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype)
+    return _call(op, a, b, splits, options, scales=operands, **more)
 
 
 def _fake_scaled(
@@ -341,18 +348,25 @@ def _fake_scaled(
     return [*results, *received * scaled.return_received]
 
 
-_ragged_scaled_matmul = define("ragged_scaled_matmul", _run_scaled, _fake_scaled)
+_ragged_scaled_matmul = define("ragged_scaled_matmul", _run_scaled, _fake_scaled, returns=list[torch.Tensor])
 
 
 # What they share.
 
 
-def _run(op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: Any) -> list[torch.Tensor]:
-    """Run an operator. Return the result, the counts of the rows that arrived, and these rows and their scales if asked for."""
+def _call(op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: Any) -> RaggedCall:
     limits: dict[str, Any] = {"max_rows": options.max_rows, "a_rows": options.a_rows, "limit": options.limit}
-    call = RaggedCall(op=op, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)
-    found = GROUPS.run(options.group, call)
-    return [found["out"][0], found["counts"][0], *found.get("received", []), *found.get(scales_name("received"), [])]
+    return RaggedCall(op=op, group=options.group, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)
+
+
+def _finish(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(results)
+
+
+def _finish_single(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the results of a call whose b is a matrix: the counts have no dimension for experts."""
+    out, counts, *received = results
+    return (out, counts.flatten(), *received)
 
 
 def _empty(
@@ -430,7 +444,8 @@ def _checked(
         raise ValueError(f"splits is {describe(splits)}; for this b and group it must be {' or '.join(map(str, shapes))}")
     if splits.dtype not in (torch.int32, torch.int64) or splits.device != a.device:
         raise ValueError(f"splits is {splits.dtype} on {splits.device}; it must be int32 or int64 on {a.device}, as a is")
-    return splits.reshape(extents), _Ragged(name, world_size, _capacity(max_rows), *rest)
+    splits = splits if splits.shape == extents else splits.reshape(extents)
+    return splits, _Ragged(name, world_size, _capacity(max_rows), *rest)
 
 
 def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -9,15 +9,17 @@ so tensors that require a gradient are refused. weft.models.float8 has layers th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Required, TypedDict, cast
 
 import torch
+import torch.distributed as dist
 
 from weft.compat.device import capabilities
 from weft.core.logs import warn_once
 from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling, split
 from weft.ops.common import DTYPES, FLOAT8, RowsOf, as_matrix, check_addend
+from weft.ops.front import OperatorRequest
 from weft.ops.operator import define
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
@@ -279,12 +281,16 @@ def quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch
 _scaled_matmul = define("scaled_matmul", _run, _fake, returns=list[torch.Tensor])
 
 
+def _first(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    return results[0]
+
+
 def scaled_matmul(
     op: Op,
     a: torch.Tensor,
     bs: Sequence[torch.Tensor],
     of: Quantised,
-    group: tuple[str, int, int],
+    group: tuple[dist.ProcessGroup | None, str, int, int],
     schedule: str,
     *,
     dim: int = 0,
@@ -295,13 +301,15 @@ def scaled_matmul(
     reduce_op: str = "sum",
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """Run an operator with FP8 operands.
+    after: Callable[[Sequence[torch.Tensor]], Any] = _first,
+) -> Any:
+    """Return the OperatorRequest of an operator with FP8 operands, or its result if of.bias has to be added to it.
 
-    Return its products, with of.bias added, then the gathered rows and their scales if these were requested.
+    Its results are the products, then the gathered rows and their scales if these were requested.
 
     a: any number of dimensions, whose scales are of.scale_a.
-    group: its name, this rank, and world_size.
+    group: its process group, name, this rank, and world_size.
+    after: returns what the public function returns, given the results.
     dim: the dimension of a that is the outermost one of the matrix of its rows.
     view: how results are restored to the caller's shape. None if they are matrices.
     rows, unit: as MatmulCall's rows and row_multiple. By default the rows are those of a.
@@ -312,7 +320,11 @@ def scaled_matmul(
     elif scale_a is not None and scale_a.dim() > 2:
         scale_a = as_matrix(scale_a.movedim(dim, 0))
     rows, how = a.shape[0] if rows is None else rows, (of.recipe, of.output_dtype, of.use_fast_accum)
-    options = _Scaled(op, *group, rows, unit, schedule, return_gathered, reduce_op, *how)
-    out, *others = _scaled_matmul(a, list(bs), scale_a, of.scale_bs, bias, residual, *options)
-    results = [out if of.bias is None else out + of.bias, *others]
-    return results if view is None else [view.restore(one) for one in results]
+    of_group, name, rank, world_size = group
+    options = _Scaled(op, name, rank, world_size, rows, unit, schedule, return_gathered, reduce_op, *how)
+    tensors = (a, list(bs), scale_a, of.scale_bs, bias, residual)
+    request = OperatorRequest(_scaled_matmul, tensors, options, of_group, (), view)
+    if of.bias is None:
+        return request._replace(after=after)
+    out, *others = request.run()
+    return after([out + of.bias, *others])

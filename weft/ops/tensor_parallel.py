@@ -188,8 +188,8 @@ def all_gather_matmul(
 
     if scaled is not None:
         how: dict[str, Any] = {"dim": dim, "view": view, "rows": total * unit, "unit": max(unit, 1)}
-        of_group, how["return_gathered"] = (name, rank, world_size), return_gathered
-        return after(scaled_matmul("all_gather_matmul", a, bs, scaled, of_group, spec, **how))
+        how |= {"return_gathered": return_gathered, "after": after}
+        return scaled_matmul("all_gather_matmul", a, bs, scaled, (group, name, rank, world_size), spec, **how)
     options = (name, total * unit, max(unit, 1), spec, gathered, keep)
     return OperatorRequest(_all_gather_matmul, (a, bs), options, group, reads, view, after)
 
@@ -310,7 +310,8 @@ def matmul_reduce_scatter(
     reads, view = (rows_of(a.shape, dim), None), rows_of(a.shape, dim, high - low)
     if scaled is not None:
         how: dict[str, Any] = {"dim": dim, "view": view, "unit": unit, "reduce_op": op}
-        return scaled_matmul("matmul_reduce_scatter", a, [b], scaled, (name, rank, world_size), spec, **how)[0]
+        of_group = group, name, rank, world_size
+        return cast(torch.Tensor, scaled_matmul("matmul_reduce_scatter", a, [b], scaled, of_group, spec, **how))
     options = (name, rank, world_size, unit, spec, op)
     request = OperatorRequest(_matmul_reduce_scatter, (a, b), options, group, reads, view)
     return cast(torch.Tensor, request)  # `public` runs it

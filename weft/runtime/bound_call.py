@@ -38,7 +38,7 @@ from weft.runtime.cuda import CudaProgram
 from weft.runtime.order import MOST_IN_FLIGHT, PendingCall
 from weft.runtime.programs import KnownCall
 from weft.runtime.replay import addresses_of
-from weft.runtime.straight import Straight, can_go_straight, is_aligned
+from weft.runtime.straight import Straight, is_aligned
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of ordinary tensors. Other tensors need torch's dispatcher."""
@@ -58,7 +58,8 @@ class RememberedCall:
     values: weak references to the Schedule values among the arguments. They are compared by id, and another object may
         get the id of a dead one.
     request: the weft.ops.front.OperatorRequest without its group. Its `tensors` are the structure of the tensors, and their
-        numbers among the tensors of a call. None if the operator itself remembers the call.
+        numbers among the tensors of a call. Empty if the public function makes other tensors of these. None if the operator
+        itself remembers the call.
     recording: the weft.ops.operator.Recording of such calls, if autograd records them. Else None.
     """
 
@@ -206,15 +207,20 @@ class BoundCall:
     program: its program.
     places: for each tensor of the program's inputs, and of outputs that the caller passes, its number among the tensors of
         a call.
+    fixed: (number of a place, address) of each tensor whose address is in a table of a kernel. Another address needs the slow
+        path, which makes the table.
+    apart: (number of a place, bytes) twice for each two tensors that must share no memory.
     outputs: the matrices that a call allocates.
     written: the numbers of the tensors that the call writes, and that a failure makes NaN.
     """
 
     __slots__ = (
         "_alarm",
+        "_apart",
         "_attribute",
         "_calls",
         "_describe",
+        "_fixed",
         "_graphs",
         "_group",
         "_index",
@@ -225,6 +231,7 @@ class BoundCall:
         "_outputs",
         "_places",
         "_program",
+        "_ragged",
         "_replay_uses",
         "_replays",
         "_straight",
@@ -242,11 +249,14 @@ class BoundCall:
         outputs: list[Output],
         straight: Straight | None = None,
         written: tuple[int, ...] = (),
+        fixed: tuple[tuple[int, int], ...] = (),
+        apart: tuple[tuple[int, int, int, int], ...] = (),
     ) -> None:
         resources = program.resources
         self._known, self._program, self._places, self._outputs = known, program, places, outputs
         self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
-        self._index = resources.index
+        self._index, self._fixed, self._apart = resources.index, fixed, apart
+        self._ragged = resources.ragged if program.ragged is not None else ()
         self._layout, self._replays, self._straight, self._written = layout, program.replays, straight, written
         self._graphs = {} if program.replays is None else program.replays.of_layout(layout)
         self._alarm = program.rank_group.load_alarm()
@@ -280,9 +290,12 @@ class BoundCall:
     def is_forgotten(self) -> bool:
         return self._known.forgotten
 
-    def makes(self, known: KnownCall) -> bool:
-        """Return whether this makes the calls on which the ranks have agreed. It does not after they have agreed anew."""
-        return self._known is known
+    def makes(self, known: KnownCall, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether this makes the calls on which the ranks have agreed. It does not after they have agreed anew, or if
+        tensors have moved whose addresses are in tables."""
+        return self._known is known and all(
+            tensors[self._places[number]].data_ptr() == address for number, address in self._fixed
+        )
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Make a call, and return what it has allocated. Return None if the slow path must make it.
@@ -296,6 +309,9 @@ class BoundCall:
         try:
             if self._known.forgotten or group.broken is not None or current_device() != self._index or capturing():
                 return None
+            for ragged in self._ragged:  # also of other programs than this call's
+                if ragged.has_noted:
+                    return None
             if len(self._calls) >= MOST_IN_FLIGHT and not order.make_room(self._calls):
                 return None
             outputs = self._allocate() if torch.is_inference_mode_enabled() else None
@@ -323,6 +339,12 @@ class BoundCall:
             if captured is None:
                 if self._straight is None or not is_aligned(used):
                     return None
+                for number, address in self._fixed:
+                    if used[number] != address:
+                        return None
+                for one, size, other, length in self._apart:
+                    if used[one] < used[other] + length and used[other] < used[one] + size:
+                        return None
                 if self._replays is not None and self._replays.wants(self._layout, used):
                     return None  # the slow path captures the call
             if not order.lock.acquire(False):
@@ -374,30 +396,54 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     tensors: those by which a BoundCall is called. The program must read and write their memory, and not that of copies.
     """
     program = known.program
-    if not isinstance(program, CudaProgram) or (program.replays is None and not can_go_straight(program)):
-        return None
-    if known.rows or known.empty or call.spans is not None or call.reached:
+    if not isinstance(program, CudaProgram) or not call.repeats or known.rows or known.empty or call.reached:
         return None
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
     inputs = program.prepared(call.inputs)
+    callers = {} if call.made else call.outputs or {}
     try:
-        places = [numbers[address] for address in addresses_of(inputs, call.outputs or {})]
+        places = [numbers[address] for address in addresses_of(inputs, callers)]
     except KeyError:  # a copy
         return None
     if len(numbers) < len(tensors):  # two tensors share memory, so it is not known which one an address belongs to
         return None
-    made = [one for some in outputs.values() for one in some] if call.outputs is None else []
-    written = [numbers[one.data_ptr()] for one in call.invalidated if one.data_ptr() in numbers]
-    if [tensors[number].nbytes for number in written] != [one.nbytes for one in call.invalidated]:
+    made = [one for some in outputs.values() for one in some] if call.outputs is None else call.made
+    callers_invalid = () if call.made else call.invalidated
+    written = [numbers[one.data_ptr()] for one in callers_invalid if one.data_ptr() in numbers]
+    if [tensors[number].nbytes for number in written] != [one.nbytes for one in callers_invalid]:
         return None  # only a part of what the call writes becomes NaN
     kinds = [Output.of(one.new_empty(0), one.shape) for one in made]
-    given = outputs if call.outputs is None else call.outputs
+    into = outputs if call.outputs is None else call.outputs
+    addresses = addresses_of(inputs, into)
+    given = [*map(tensors.__getitem__, places), *made]
+    # The slow path has checked the outputs that the caller passes. Later ones must lie to the inputs as these do.
+    apart = _find_apart(places, given, sum(map(len, inputs.values()))) if callers else ()
     straight = None
-    # With the caller's outputs there is no Straight, because only the slow path checks that they overlap no input. It has
-    # checked the addresses that it captures.
-    if call.outputs is None and can_go_straight(program) and is_aligned(addresses_of(inputs, given)):
-        straight = Straight(program, inputs, given)
+    if apart is not None and is_aligned(addresses) and all(one.dim() for one in given):
+        straight = Straight(program, inputs, into, given)
     layout = () if program.replays is None else program.replays.layout(inputs)
     if straight is None and program.replays is None:
         return None
-    return BoundCall(known, program, tuple(places), layout, kinds, straight, tuple(written))
+    tabled = {name for kernel in program.kernels.values() for name in kernel.tabled}
+    named = [(name, one.data_ptr()) for name, some in inputs.items() for one in some]
+    fixed = tuple([(number, address) for number, (name, address) in enumerate(named) if name in tabled])
+    return BoundCall(known, program, tuple(places), layout, kinds, straight, tuple(written), fixed, apart or ())
+
+
+def _find_apart(
+    places: Sequence[int], given: Sequence[torch.Tensor], inputs: int
+) -> tuple[tuple[int, int, int, int], ...] | None:
+    """Return the pairs of an input and an output of the caller that must share no memory, as BoundCall's `apart`.
+
+    Return None if two different tensors of this call share memory. inputs: the number of inputs.
+    """
+    found = []
+    for one in range(inputs):
+        for other in range(inputs, len(places)):
+            if places[one] == places[other]:
+                continue
+            first, second = given[one], given[other]
+            if first.data_ptr() < second.data_ptr() + second.nbytes and second.data_ptr() < first.data_ptr() + first.nbytes:
+                return None
+            found.append((one, first.nbytes, other, second.nbytes))
+    return tuple(found)

@@ -30,17 +30,23 @@ class CallTensors:
     """CallTensors holds the tensors of one call after the other.
 
     inputs, outputs: the tensors of a call that was made, with the strides that the program's steps need.
+    given: the same tensors as callers have them, in any number of dimensions. Those of collectives may have another dtype.
     bindings: the bindings of this call.
     binds: whether a launch reads the bindings, so that each call must be put into them.
     """
 
-    def __init__(self, program: BoundProgram, inputs: Inputs, outputs: Outputs) -> None:
+    def __init__(
+        self, program: BoundProgram, inputs: Inputs, outputs: Outputs, given: Sequence[torch.Tensor] | None = None
+    ) -> None:
         self.bindings: Bindings = program.bind(inputs, outputs)
         matrices = list(chain.from_iterable((*inputs.values(), *outputs.values())))
         self.addresses = [one.data_ptr() for one in matrices]
         self.views: list[Any] = []
         self.binds = False
         self._matrices = matrices
+        pairs = zip(matrices, matrices if given is None else given, strict=True)
+        self._cast = [(number, one.dtype) for number, (one, like) in enumerate(pairs) if one.dtype != like.dtype]
+        """The numbers of the matrices that callers have in another dtype, and the program's dtypes of them."""
         self._count, self._shapes = len(matrices), [one.shape for one in matrices]
         self._within: list[tuple[int, int, int]] = []
         """For each address after those of the matrices: its number, that of its matrix, and its distance in bytes."""
@@ -108,10 +114,13 @@ class CallTensors:
     def hold(self, matrices: Sequence[torch.Tensor]) -> None:
         """Take the tensors of the next call.
 
-        matrices: its inputs and outputs in the order of those of the constructor. They have the same memory layout, in any
-            number of dimensions.
+        matrices: its inputs and outputs in the order of those of the constructor, and with the layouts and dtypes of `given`.
         """
         addresses, views = self.addresses, self.views
+        if self._cast:
+            matrices = list(matrices)
+            for number, dtype in self._cast:
+                matrices[number] = matrices[number].view(dtype)
         addresses[: self._count] = map(address_of, matrices)
         for at, number, distance in self._within:
             addresses[at] = addresses[number] + distance

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -66,6 +66,11 @@ class Call(ABC):
         return outputs["out"]
 
     @property
+    def repeats(self) -> bool:
+        """Whether later calls like this one need nothing but its program, so that a BoundCall may make them."""
+        return self.spans is None
+
+    @property
     @abstractmethod
     def inputs(self) -> Inputs:
         """The caller's tensors by the names of the schedule's input buffers."""
@@ -74,6 +79,11 @@ class Call(ABC):
     def outputs(self) -> Outputs | None:
         """The caller's tensors for results. None if new ones are allocated."""
         return None
+
+    @property
+    def made(self) -> Sequence[torch.Tensor]:
+        """Those of `outputs` that this call itself has allocated, as its caller gets them."""
+        return ()
 
     @property
     def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
@@ -291,6 +301,7 @@ class LookupCall(Call):
     dims: the columns of the tables of each rank.
     indices, offsets, weights: the arguments of weft.kernels.lookup.lookup.
     pooling: the number of rows in a bag that predictions assume.
+    check: raises an error for wrong indices or offsets, once the lookup has been enqueued. None for no check.
     """
 
     tables: Sequence[torch.Tensor]
@@ -302,6 +313,16 @@ class LookupCall(Call):
     mode: Literal["sum", "mean"]
     dtype: torch.dtype
     pooling: int
+    check: Callable[[], None] | None = None
+
+    def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
+        if self.check is not None:
+            self.check()
+        return outputs["out"]
+
+    @property
+    def repeats(self) -> bool:
+        return self.check is None and self.spans is None
 
     @property
     def inputs(self) -> Inputs:

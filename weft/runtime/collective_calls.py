@@ -59,6 +59,7 @@ class CollectiveCall(Call):
     """A CollectiveCall is a call of a collective without a computation.
 
     a, out: contiguous, and of any dtype if nothing is summed. They may share memory as CollectiveProblem describes.
+    fresh: whether the call has allocated out, and returns it.
     reach: where out is stored, if peers can write it.
     unit: the dtype as which elements are moved if nothing is summed.
     """
@@ -68,8 +69,16 @@ class CollectiveCall(Call):
     staging_bytes: int
     sms: int
     reduce_op: Literal["sum", "avg"] = "sum"
+    fresh: bool = False
     reach: SymmetricPlace | None = None
     unit: torch.dtype = torch.uint8
+
+    def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
+        return [self.out]
+
+    @property
+    def made(self) -> Sequence[torch.Tensor]:
+        return [self.out] if self.fresh else ()
 
     @property
     def inputs(self) -> Inputs:

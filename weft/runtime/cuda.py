@@ -139,6 +139,8 @@ class CudaProgram(BoundProgram):
         self._loaded, self.allocates = set[Hashable](), 0
         self._timer: CallTimer | None = None
         self.streams = LaneStreams(resources, lanes, without_kernels)
+        if self.ragged is not None:
+            resources.ragged.append(self.ragged)
         resources.releaser.add(id(self), self._release, self._invalidate_arrivals if self.dtype.is_floating_point else None)
 
     def _set_up_steps(self, schedule: Schedule) -> None:
@@ -223,6 +225,8 @@ class CudaProgram(BoundProgram):
             self.replays.close()
         self.memory.close(self.driver)
         self.streams.close()
+        if self.ragged is not None:
+            self.resources.ragged.remove(self.ragged)
         self._give_back()
         del self._words, self._area
         self.kernels, self.ragged = {}, None

@@ -21,6 +21,7 @@ from weft.compat.device import capabilities, idle
 from weft.compat.streams import Driver, Word, raw_stream
 from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import Scaling
+from weft.kernels.launch import record_launches
 from weft.perf.shapes import shapes_for
 from weft.runtime.choose import agreed_profile
 from weft.runtime.network import CudaWire
@@ -31,6 +32,7 @@ from weft.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from weft.kernels.launch import Launcher
+    from weft.runtime.ragged_kernels import RaggedKernels
 
 _LARGE = 2 << 20
 """Torch's allocator rounds requests of 1 MiB and more up by at most 2 MiB."""
@@ -72,6 +74,8 @@ class CudaResources:
         self.machine = agreed_profile(rank_group, device)
         self.capabilities = capabilities(device)
         self.sms = self.capabilities.sms
+        self.ragged: list[RaggedKernels] = []
+        """What notes the errors of calls with splits, of all programs."""
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._aside: torch.cuda.Stream | None = None
         self._ready: dict[int, int] = {}
@@ -206,7 +210,7 @@ class CudaResources:
         # The kernel is loaded now, because loading waits for all streams, and later one of them may wait for a flag.
         run_flag_operations(table, tries=0, launched_by=self._flag_launcher)
         tries, launched_by = self.tries, self._flag_launcher
-        (launch,) = launched_by.record(lambda: run_flag_operations(table, tries=tries, launched_by=launched_by))
+        (launch,) = record_launches(lambda: run_flag_operations(table, tries=tries, launched_by=launched_by))
         interpreted = partial(run_flag_operations, table, tries=tries, launched_by=launched_by)
         return launch.prepare() or (lambda stream: interpreted(stream=stream))
 

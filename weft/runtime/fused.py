@@ -251,7 +251,7 @@ class FusedReduce(StepKernel):
             return "its sources differ in dtype or row stride"
         return "" if len({len(part.srcs) for part in self.step.parts}) == 1 else "its parts have different numbers of sources"
 
-    def has_fixed_tables(self, bindings: Bindings) -> bool:
+    def reads_by_address(self, bindings: Bindings) -> bool:
         return all(bindings.buffers[src.buffer].kind in ("symmetric", "local") for src in self._sources)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:

@@ -37,6 +37,8 @@ _PLANS = 64
 class FusedLookup(StepKernel):
     """A FusedLookup is the kernel of a lookup. Its tables and the buffers that it writes may move between calls."""
 
+    tabled = ("tables",)
+
     def __init__(self, program: BoundProgram, where: Where, step: Lookup) -> None:
         super().__init__(program, where)
         problem = program.schedule.problem

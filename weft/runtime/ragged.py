@@ -15,7 +15,7 @@ import torch
 from weft.core.problem import DType, Problem, RaggedProblem
 from weft.core.version import __version__
 from weft.runtime.bindings import scales_name
-from weft.runtime.bound import Inputs
+from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.calls import Call, ScaledOperands
 
 _COLUMNS = 8
@@ -45,6 +45,11 @@ class RaggedCall(Call):
     a_rows: int | None = None
     limit: str = ""
     scales: ScaledOperands | None = None
+
+    def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
+        """Return the result, the counts of the rows that arrived, and these rows and their scales if they were requested."""
+        rows, scales = outputs.get("received", []), outputs.get(scales_name("received"), [])
+        return [*outputs["out"], *outputs["counts"], *rows, *scales]
 
     @property
     def inputs(self) -> Inputs:

@@ -51,6 +51,9 @@ class RaggedStepKernel(StepKernel):
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         self._kernels.launch(self.where.step, self.where, bindings)
 
+    def reads_by_address(self, bindings: Bindings) -> bool:
+        return self._kernels.reads_by_address(bindings)
+
     def missing(self) -> str:
         return self._kernels.missing() if isinstance(self.where.step, ShareCounts) else ""
 
@@ -95,6 +98,11 @@ class RaggedKernels:
         }
         """The function that launches a step, by type of step. Its arguments are the step, its position and a call's tensors."""
 
+    @property
+    def has_noted(self) -> bool:
+        """Whether the host has been told that a call's splits were wrong, or that a peer did not arrive."""
+        return bool(self._seen[LATE] or self._seen[CUT])
+
     def check_before(self, a: torch.Tensor) -> None:
         """Raise the errors of earlier calls, and check the number of rows. It is called before each call.
 
@@ -114,6 +122,13 @@ class RaggedKernels:
     def _matrix(self, name: str, bindings: Bindings) -> torch.Tensor:
         ((matrix, _),) = bindings.tensors[name, self._rank]
         return matrix
+
+    def reads_by_address(self, bindings: Bindings) -> bool:
+        """Return whether the kernels read the caller's operands themselves, and no copies."""
+        (b,), scales = bindings.loose["b"], bindings.scales.get(("a", self._rank), ())
+        rows = [self._matrix("a", bindings), *scales]
+        pairs = [(b, _unit_stride(b)), *[(one, _aligned(one)) for one in rows if one.shape[0]]]
+        return all(one.data_ptr() == read.data_ptr() for one, read in pairs)
 
     def _wait(self, step: Wait, at: int, bindings: Bindings) -> None:
         if at in self._waits:
@@ -169,7 +184,7 @@ class RaggedKernels:
 
         ended: the calls have ended on the device, so the notes are read from the device.
         """
-        if not (ended or self._seen[LATE] or self._seen[CUT]):
+        if not (ended or self.has_noted):
             return
         notes = (self.exchange.notes if ended else self.exchange.host_notes).tolist()
         if notes[CUT]:

@@ -27,11 +27,11 @@ from weft.core.schedule import (
     Step,
     Wait,
 )
+from weft.kernels.launch import record_launches
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import NotPreparedError, in_turn
 
 if TYPE_CHECKING:
-    from weft.kernels.launch import Launcher
     from weft.runtime.bound import BoundProgram
     from weft.runtime.call_tensors import CallTensors, Issue
 
@@ -83,8 +83,8 @@ class StepKernel:
     """True if the kernel itself waits for the gates of this call. The launch plan lowers them after the kernel."""
     manages_own_flags = False
     """True if the kernel keeps its flags in words of its own, and raises, waits for and lowers them itself."""
-    launched_by: Launcher | None = None
-    """What launches the kernel. None if its launches cannot be prepared."""
+    tabled: tuple[str, ...] = ()
+    """The names of the caller's tensors whose addresses are in tables of the kernel. These tensors seldom move."""
 
     def __init__(self, program: BoundProgram, where: Where) -> None:
         self.program, self.where = program, where
@@ -122,20 +122,18 @@ class StepKernel:
         raise NotImplementedError
 
     def prepare(self, tensors: CallTensors, *, tries: int, sms: int) -> Issue:
-        """Return a function that launches the kernel for calls of one layout.
-
-        Raises NotPreparedError if only `launch` can do it: if the kernel has no `launched_by`, or if its tables change.
-        """
-        if self.launched_by is None or not self.has_fixed_tables(tensors.bindings):
-            raise NotPreparedError(f"{self.where}: its arguments are not all known")
-        launches = self.launched_by.record(lambda: self.launch(tensors.bindings, silent=False, tries=tries, sms=sms))
+        """Return a function that launches the kernel for calls of one layout. Raises NotPreparedError if only `launch` can."""
+        if not self.reads_by_address(tensors.bindings):
+            raise NotPreparedError(f"{self.where}: it reads tables that change, or copies")
+        launches = record_launches(lambda: self.launch(tensors.bindings, silent=False, tries=tries, sms=sms))
         found = [one for one in (launch.prepare(tensors) for launch in launches) if one is not None]
         if len(found) < len(launches):
             raise NotPreparedError(f"{self.where}: a kernel was not launched with such arguments before")
         return in_turn(found)
 
-    def has_fixed_tables(self, bindings: Bindings) -> bool:
-        """Return whether no table of the kernel contains addresses of the caller's memory."""
+    def reads_by_address(self, bindings: Bindings) -> bool:
+        """Return whether the arguments of a launch contain the addresses of the caller's tensors themselves: not those of
+        copies, and not those of tables with such addresses, unless these tensors are `tabled`."""
         return True
 
     def raise_if_late(self, describe: Callable[[Flag], str]) -> None:

@@ -9,8 +9,8 @@ says why). It is one flat list of functions that enqueue the launches of one lay
     kernels              Triton's launcher, with all arguments ready except the addresses
     collectives          the process group's own function
 
-A call only fills in its addresses and views (weft.runtime.call_tensors). Launches that cannot be prepared are issued as on the
-slow path (weft.runtime.launches). So the schedule `sequential` is a collective and a product.
+A call only fills in its addresses and views (weft.runtime.call_tensors). So the schedule `sequential` is a collective and a
+product. Launches that cannot be prepared are issued as on the slow path (weft.runtime.launches).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 from weft.compat.cublaslt import ALIGN_BYTES
 from weft.compat.dispatch import autocast_enabled
 from weft.compat.graph_trees import has_graph_trees, outside_graph_trees
-from weft.core.problem import LookupProblem
 from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.call_tensors import CallTensors, Issue
 from weft.runtime.calls import PLAIN
@@ -37,12 +36,14 @@ if TYPE_CHECKING:
 class Straight:
     """A Straight enqueues the calls of one program whose tensors have the layout of these.
 
-    inputs, outputs: the tensors of a call that was made, with the strides that the program's steps need. All are aligned.
+    inputs, outputs, given: as for weft.runtime.call_tensors.CallTensors. All are aligned.
     """
 
-    def __init__(self, program: CudaProgram, inputs: Inputs, outputs: Outputs) -> None:
+    def __init__(
+        self, program: CudaProgram, inputs: Inputs, outputs: Outputs, given: Sequence[torch.Tensor] | None = None
+    ) -> None:
         self._program, self._resources, self._streams = program, program.resources, program.streams
-        tensors = self._tensors = CallTensors(program, inputs, outputs)
+        tensors = self._tensors = CallTensors(program, inputs, outputs, given)
         call = IssuedCall(
             bindings=tensors.bindings,
             matmuls={lane: partial(products.multiply, times=False) for lane, products in program.products.items()},
@@ -61,7 +62,7 @@ class Straight:
         tensors.release()
 
     def issue(self, matrices: Sequence[torch.Tensor], stream: int) -> None:
-        """Enqueue a call on the caller's stream. matrices: its inputs and outputs in the order of those of the constructor."""
+        """Enqueue a call on the caller's stream. matrices: its inputs and outputs in the order of `given`."""
         tensors = self._tensors
         try:
             tensors.hold(matrices)
@@ -116,11 +117,3 @@ def is_aligned(addresses: Sequence[int]) -> bool:
     for address in addresses:
         bits |= address
     return bits % ALIGN_BYTES == 0
-
-
-def can_go_straight(program: CudaProgram) -> bool:
-    """Return whether a program's calls need nothing between their launches: no row counts, and no tables of lookups.
-
-    Lookups may also load a kernel while they are enqueued (Order.alone), which a BoundCall does not allow for.
-    """
-    return program.ragged is None and not isinstance(program.schedule.problem, LookupProblem)

@@ -46,7 +46,6 @@ class FusedSum(StepKernel):
         assert isinstance(problem, CollectiveProblem), problem
         self.step, (self._part,) = step, step.parts
         self._sms, self._launcher = problem.sms, make_launcher()
-        self.launched_by = self._launcher
         self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
         self.tables = MovableTables([src for src in self._part.srcs if src.buffer != "a"], self._make_tables)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.collective import collective
 from weft.ops.common import describe, resolve_group, schedule_to_spec
-from weft.ops.front import public
+from weft.ops.front import OperatorRequest, public
 from weft.overlap.collectives.checks import Reduction, check_sms, check_staging, check_tensor, reduction
 from weft.runtime.collective_calls import check_summed
 from weft.runtime.groups import GROUPS
@@ -150,5 +151,5 @@ def _apply(op: Op, x: torch.Tensor, options: _Options) -> torch.Tensor:
     staging_bytes, sms = check_staging(options.staging_bytes), check_sms(options.sms)
     spec = schedule_to_spec(options.schedule, op)
     reduce_op = reduction(options.reduce_op)
-    found: torch.Tensor = collective(x, op, reduce_op, group_name, world_size, spec, staging_bytes or 0, sms or 0)
-    return found
+    how = (op, reduce_op, group_name, world_size, spec, staging_bytes or 0, sms or 0)
+    return cast(torch.Tensor, OperatorRequest(collective, (x,), how, options.group))  # `public` runs it
