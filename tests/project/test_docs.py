@@ -17,7 +17,7 @@ import typer
 from torchrun import torchrun
 
 from weft.cli import UsageError, app, main
-from weft.schedules import NAMES
+from weft.schedules import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -77,7 +77,7 @@ def test_weft_commands_exist(words: list[str], capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert [word for word in words[2:] if word.startswith("-") and word not in text] == []
     if words[1] == "schedules" and words[2:]:
-        assert words[2] in NAMES
+        assert words[2] in FAMILIES
     try:
         typer.main.get_command(app).commands[words[1]].make_context(words[1], words[2:])
     except UsageError as error:
