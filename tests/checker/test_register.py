@@ -42,6 +42,7 @@ def test_a_family_is_known_by_its_name() -> None:
         assert (schedule.name, schedule.chunks) == (NAME, 2)
         assert NAME in names("all_gather_matmul")
         assert NAME not in names("matmul_reduce_scatter")
+        assert library.CompilePass(schedule={"all_gather_matmul": f"{NAME}:2"}).schedules["all_gather_matmul"] == f"{NAME}:2"
         assert str(FAMILIES[NAME]) == f"{NAME}: Multiply the parts in reverse order [own_family]"
         with pytest.raises(ValueError, match=f"{NAME}.* for all_gather_matmul alone"):
             build(replace(PROBLEM, op="matmul_reduce_scatter"), NAME)
