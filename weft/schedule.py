@@ -4,6 +4,7 @@
     weft.schedule.check(schedule)                         raises ScheduleError unless every execution is right
     print(weft.schedule.timeline(schedule))
     spans = weft.schedule.simulate(schedule, "h200x8")
+    weft.schedule.register("mine", builder, ops="all_gather_matmul")     from then on "mine" is a name like "flag_gated"
 
 Operators take a Schedule as `schedule=`. One written by hand consists of the buffers, lanes and steps that are named here.
 """
@@ -16,6 +17,8 @@ from weft.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
+    from weft.checker.families import register
+    from weft.core.problem import Span1D, split
     from weft.core.schedule import (
         Bags,
         Buffer,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from weft.core.span import Span
     from weft.perf import simulate
     from weft.schedules import build
+    from weft.schedules.builder import Request
     from weft.schedules.timelines import timeline
 
 __all__ = [
@@ -54,27 +58,35 @@ __all__ = [
     "Push",
     "Reduce",
     "Region",
+    "Request",
     "Schedule",
     "ScheduleError",
     "Signal",
     "Span",
+    "Span1D",
     "Step",
     "Store",
     "Sum",
     "Wait",
     "build",
     "check",
+    "register",
     "simulate",
+    "split",
     "timeline",
 ]
 
 _HOMES = {
     **dict.fromkeys(__all__, "weft.core.schedule"),
     "ScheduleError": "weft.checker",
+    "Request": "weft.schedules.builder",
     "Span": "weft.core.span",
+    "Span1D": "weft.core.problem",
     "build": "weft.schedules",
     "check": "weft.checker",
+    "register": "weft.checker.families",
     "simulate": "weft.perf",
+    "split": "weft.core.problem",
     "timeline": "weft.schedules.timelines",
 }
 """The module in which each name is defined."""

@@ -41,7 +41,7 @@ from campaign import Options, append, captured, count, on_any_rank
 from weft.core.problem import OPS, RECIPES
 from weft.runtime import products
 from weft.runtime.ranks import Ranks
-from weft.schedules import CUT_COLUMNS, FAMILIES, spec
+from weft.schedules import FAMILIES, spec
 
 Way = Literal["eager", "stream", "graph"]
 WAYS: dict[str, tuple[Way, ...]] = {"cpu": ("eager",), "cuda": ("eager", "stream", "graph")}
@@ -103,7 +103,7 @@ def drawn(fuzz: Fuzz, number: int, world_size: int) -> FuzzTrial:
     ways, second, seed = WAYS[fuzz.device], generator.random() < 0.3, generator.randrange(1 << 30)
     order = tuple(generator.sample(ways, len(ways)))
     # Drawn last, so that trials of other dtypes stay as they were.
-    if op in OPS and name not in CUT_COLUMNS and generator.random() < 0.3:
+    if op in OPS and FAMILIES[name].float8 and generator.random() < 0.3:
         case = replace(case, recipe=generator.choice(RECIPES))
     return FuzzTrial(number=number, case=even(case, world_size), ways=order, second=second, seed=seed)
 

@@ -110,7 +110,7 @@ def _entry() -> Entry:
         machine={"gpu": "H200", "count": "4"},
         versions={"weft": "1", "torch": "2"},
         problem=problem,
-        families=digest_of_families(),
+        families=digest_of_families(problem),
     )
     return Entry(key=key, spec="flag_gated:2", us={"sequential": 12.5, "flag_gated:2": 9.0})
 

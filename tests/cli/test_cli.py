@@ -28,7 +28,7 @@ from weft.core.problem import Problem, Scaling
 from weft.core.span import Span
 from weft.planner.models import Model, OperatorCall, operator_calls, preset_names
 from weft.planner.values import Candidate, Plan
-from weft.schedules import NAMES, parse
+from weft.schedules import FAMILIES, parse
 from weft.schedules import names as families
 from weft.tools.results import LayerRun, Run, Speeds
 from weft.tools.run import _choose
@@ -273,7 +273,7 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["plan", "t-nlg", "--dtype", "float8_e4m3fn"], ["a multiple of 16", "attention QKV"]),
         (["plan", "dlrm-mlperf", "--dtype", "float8_e4m3fn"], ["'float8_e4m3fn'", "embedding tables"]),
         (["run", "llama3-8b", "--dtype", "float8"], ["dtype is 'float8'", "float8_e4m3fn"]),
-        (["schedules", "nope"], ["'nope'", *NAMES]),
+        (["schedules", "nope"], ["'nope'", *FAMILIES]),
         (["schedules", "flag_gated_2d", "--op", "matmul_reduce_scatter"], ["all_gather_matmul"]),
     ],
 )
@@ -465,7 +465,7 @@ def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:
     assert status == 0
     assert all(f"\n{name}\n" in f"\n{out}" for name in families("matmul_reduce_scatter"))
     (others,) = re.findall(r"Not for matmul_reduce_scatter: (.*)\.", out)
-    assert set(others.split(", ")) == set(NAMES) - set(families("matmul_reduce_scatter"))
+    assert set(others.split(", ")) == set(FAMILIES) - set(families("matmul_reduce_scatter"))
     assert "matmul_all_reduce M=12" in weft("schedules", "two_shot")[1]
     assert len(weft("schedules", "flag_gated")[1]) < len(out) / 3
 

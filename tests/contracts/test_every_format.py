@@ -51,7 +51,7 @@ PROBLEMS = (
     ColumnProblem(m=4, n=4, k=4, world_size=2),
     CollectiveProblem(op="all_to_all", m=4, world_size=2, dtype="uint8"),
 )
-KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, families=digest_of_families())
+KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, families=digest_of_families(PROBLEM))
 ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
 
 

@@ -240,6 +240,83 @@ def test_cross_attention_is_no_operator_call(write: Write) -> None:
     assert {one.name.split(".")[0] for one in crossed.uncovered} == {"crossattention"}
 
 
+INFINITE = {"model_type": "bamba", "num_hidden_layers": 2, "attn_layer_indices": [1]}
+
+
+@pytest.mark.parametrize("limit", [{"__float__": "Infinity"}, math.inf])
+def test_an_infinite_number_is_read_however_it_was_saved(write: Write, limit: Any) -> None:
+    pytest.importorskip("transformers", minversion="5.0", reason=ABSENT)
+    plain = load_model(str(write(INFINITE)))
+    assert load_model(str(write({**INFINITE, "time_step_limit": [0.0, limit]}))) == plain
+
+
+@pytest.mark.parametrize("value", [{"__float__": "Infinite"}, {"__float__": "NaN"}, {"__float__": "Infinity", "more": 1}])
+def test_a_float_that_is_no_size_is_refused(write: Write, value: Any) -> None:
+    with pytest.raises(ValueError, match="hidden_size"):
+        load_model(str(write({**LLAMA, "hidden_size": value})))
+
+
+REASONS = (
+    "transformers cannot build",
+    "is_encoder_decoder is true",
+    "none of its layers' matmuls is one that weft overlaps",
+    "weft does not know it",
+    "whose layers are in several lists",
+    "of which transformers has no model that reads text alone",
+    "num_experts_per_tok is missing",
+    "num_experts is 16384",
+    "hidden_size is None",
+)
+"""Why a family may be refused with the default values of its config."""
+
+
+@pytest.mark.slow
+def test_every_decoder_of_transformers_is_read_or_refused_with_a_reason(tmp_path: Path) -> None:
+    """As transformers saves the defaults of its config. Where weft says that transformers cannot build it, that is so."""
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason=ABSENT)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    read, unsaved, refused = set(), set(), {}
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        folder = tmp_path / family
+        try:
+            transformers.CONFIG_MAPPING[family]().save_pretrained(folder)
+        except Exception:
+            unsaved.add(family)
+            continue
+        try:
+            load_model(str(folder))
+            read.add(family)
+        except ValueError as error:
+            refused[family] = str(error)
+    assert [error for error in refused.values() if not any(reason in error for reason in REASONS)] == []
+    unbuilt = [family for family, error in refused.items() if "transformers cannot build" in error]
+    assert [family for family in unbuilt if _can_be_built(tmp_path / family)] == []
+    assert {"llama", "gpt2", "mixtral", "bamba", "granitemoehybrid", "nemotron_h", "deepseek_v3", "gpt_oss"} <= read
+    assert len(unsaved) < 5, unsaved
+    assert len(read) > len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) / 2
+
+
+def _can_be_built(folder: Path) -> bool:
+    """Whether transformers builds the decoder of a config, which is read by transformers alone."""
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    for auto in (AutoModelForCausalLM, AutoModel):
+        try:
+            with torch.device("meta"):
+                auto.from_config(config)
+        except ValueError as error:
+            if "Unrecognized configuration class" not in str(error):
+                return False
+        except Exception:
+            return False
+        else:
+            return True
+    return True  # it has no model, so that nothing is built
+
+
 @pytest.mark.parametrize(("key", "value"), [("moe_topk", 6), ("moe_topk", [6] * 4)])
 def test_keys_for_top_k(write: Write, key: str, value: Any) -> None:
     pytest.importorskip("transformers", minversion="5.0", reason=ABSENT)

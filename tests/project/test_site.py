@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
-    assert sorted(re.findall(r"(\w+\.md)$", navigation, re.MULTILINE)) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
+    assert sorted(re.findall(r"([\w-]+\.md)$", navigation, re.MULTILINE)) == sorted(
+        p.name for p in (ROOT / "docs").glob("*.md")
+    )
 
 
 def test_links_out_of_the_site_become_paths() -> None:

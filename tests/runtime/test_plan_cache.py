@@ -22,10 +22,10 @@ from weft_log import logged, warned
 from weft.core.problem import Problem
 from weft.runtime.plan_cache import Cache, Entry, Key, decode, digest_of_families, encode, from_environment
 from weft.runtime.tuner import GroupPlanCache
-from weft.schedules import NAMES, spec
+from weft.schedules import FAMILIES, spec
 
 PROBLEM = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
-KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, families=digest_of_families())
+KEY = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=PROBLEM, families=digest_of_families(PROBLEM))
 ENTRY = Entry(key=KEY, spec="flag_gated:2", us={"sequential": 3.0, "flag_gated:2": 2.0})
 
 
@@ -138,7 +138,7 @@ def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_specs_are_numbers_between_ranks() -> None:
-    specs = [spec(name, chunks) for name in NAMES for chunks in (1, 7, 4096)]
+    specs = [spec(name, chunks) for name in FAMILIES for chunks in (1, 7, 4096)]
     assert [decode(encode(text)) for text in specs] == specs
     assert len({encode(text) for text in specs}) == len(set(specs))
     assert min(encode(text) for text in specs) > 0 == encode(None)
@@ -151,7 +151,7 @@ from pathlib import Path
 from weft.runtime.plan_cache import Cache, Entry, Key, digest_of_families
 from weft.core.problem import Problem
 problem = Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2)
-key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, families=digest_of_families())
+key = Key(machine={"gpu": "made up"}, versions={"weft": "0"}, problem=problem, families=digest_of_families(problem))
 cache, me, enough = Cache(Path(sys.argv[1])), int(sys.argv[2]), Path(sys.argv[3])
 while not enough.exists():
     cache.write(Entry(key=key, spec=f"flag_gated:{1 + me}", us={f"flag_gated:{n}": float(me) for n in range(1, 400)}))

@@ -37,14 +37,15 @@ def schedules(
     op: Annotated[
         str | None, typer.Option(metavar="NAME", help="Operator of the example. Default: the first that has NAME.")
     ] = None,
+    imports: options.IMPORT = None,
 ) -> None:
     """List the families of schedules: what each does, where it is from, and its timeline on a small example."""
-    from weft.schedules import FAMILIES, NAMES, build, check_op, names
+    from weft.schedules import FAMILIES, build, check_op, names
     from weft.schedules.timelines import timeline
 
     if name is not None and name not in FAMILIES:
-        raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
-    asked = next(iter(FAMILIES[name or NAMES[0]].builders)) if op is None else choices.choose_op(op)
+        raise ValueError(f"schedule is {name!r}; weft has {', '.join(FAMILIES)}")
+    asked = next(iter(FAMILIES[name or next(iter(FAMILIES))].builders)) if op is None else choices.choose_op(op)
     problem = _example(asked)
     if name is not None:
         check_op(name, problem.op)
@@ -55,7 +56,7 @@ def schedules(
         out.print(f"{family.summary} [{family.source}]")
         out.print(timeline(schedule, width=max(40, out.width)), soft_wrap=True)
         out.print()
-    others = [each for each in NAMES if each not in names(problem.op)]
+    others = [each for each in FAMILIES if each not in names(problem.op)]
     if others and name is None:
         out.print(f"Not for {problem.op}: {', '.join(others)}.")
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank.")

@@ -15,6 +15,15 @@ DEFAULT_MACHINE_TOKENS = 8192
 MOST_TOKENS = 1 << 24
 """The largest number of rows of one matmul, which is more than models get at once."""
 
+
+def _import_families(modules: list[str] | None) -> list[str] | None:
+    if modules:
+        from weft.checker.families import import_families
+
+        import_families(modules)
+    return modules
+
+
 MODEL = Annotated[
     str,
     typer.Argument(metavar="MODEL", help=f"{', '.join(preset_names())}; or the path of a Hugging Face config.json."),
@@ -35,6 +44,16 @@ JSON = Annotated[
 ]
 REPORT = Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML page, DIR/index.html.")]
 TRACE = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
+IMPORT = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        callback=_import_families,
+        is_eager=True,
+        help="First import this module, which registers families of schedules (weft.schedule.register). Repeatable.",
+    ),
+]
 OPERAND_DTYPE = Annotated[
     str,
     typer.Option(

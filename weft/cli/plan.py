@@ -72,6 +72,7 @@ def command(
         Path | None, typer.Option(metavar="FILE", help="Write the schedule of the one layer, for weft simulate FILE.")
     ] = None,
     trace: options.TRACE = None,
+    imports: options.IMPORT = None,
 ) -> None:
     """Choose a schedule for each communicating layer of a model, and predict what it gains. Nothing runs."""
     from weft.cli.simulate_schedule import machine_with

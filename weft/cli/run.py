@@ -49,6 +49,7 @@ def command(
     json: options.JSON = None,
     report: options.REPORT = None,
     trace: options.TRACE = None,
+    imports: options.IMPORT = None,
 ) -> None:
     """Predict a model's communicating layers on a machine, run their schedules here, and check the results.
 
@@ -86,6 +87,7 @@ def command(
             scaling=scaling,
             seed=seed,
             progress=progress,
+            imports=imports or (),
         )
     try:
         if json != output.STANDARD_OUTPUT:

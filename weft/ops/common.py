@@ -50,7 +50,7 @@ def choose_backward_schedule(schedule: str, op: Op) -> str:
     fits only the forward's problem.
     """
     family = schedule.partition(":")[0]
-    missing = family in schedules.NAMES and family not in schedules.names(op)
+    missing = family in schedules.FAMILIES and family not in schedules.names(op)
     return "auto" if missing or schedule.startswith("value:") else schedule
 
 
@@ -146,10 +146,11 @@ def schedule_to_spec(schedule: str | Schedule, op: Op) -> str:
 
 @lru_cache(maxsize=1024)
 def _check_name(schedule: str, op: Op) -> None:
-    if schedule.partition(":")[0] not in schedules.NAMES:
+    if schedule.partition(":")[0] not in schedules.FAMILIES:
         names = ", ".join(schedules.names(op))
         raise ValueError(
-            f"schedule is {schedule!r}; {op} takes auto, planned, or one of {names}, with :CHUNKS for a chunk count"
+            f"schedule is {schedule!r}; {op} takes auto, planned, or one of {names}, with :CHUNKS for a chunk count; "
+            "every rank must add a family of its own by weft.schedule.register first"
         )
     schedules.check_op(schedules.parse(schedule)[0], op)
 

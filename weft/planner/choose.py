@@ -2,8 +2,8 @@
 
 Contract: `plan` is a pure function of the problem and the machine, so ranks agree without communication. The ranking
 (weft.perf.ranking) selects the candidates that are built and simulated. The shortest simulated time wins. If times are equal,
-the simpler schedule wins: earlier in `weft.schedules.NAMES`, then fewer chunks. The sequential program is always simulated, so
-a schedule that is predicted to be slower is chosen only if the caller asks for its family by `only`.
+the simpler schedule wins: earlier in `weft.schedules.FAMILIES`, then fewer chunks. The sequential program is always simulated,
+so a schedule that is predicted to be slower is chosen only if the caller asks for its family by `only`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.perf.ranking import estimates, ranked
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.explain import Option, explain
 from weft.planner.values import Plan, predicted
-from weft.schedules import FAMILIES, NAMES, build, candidates, check_op, distinct, simplicity, spec
+from weft.schedules import FAMILIES, build, candidates, check_op, distinct, simplicity, spec
 
 MAX_SIMULATED = 5
 """The number of candidates that are simulated, in addition to the sequential program. In 644 problems measured on 2 and 4 x
@@ -125,7 +125,7 @@ def _check_arguments(problem: Problem, schedules: Sequence[Schedule] | None, onl
     if only is not None and isinstance(problem, ConcurrentProblem):
         raise ValueError(f"only is {only!r}, but the schedules of {problem} have no families; use schedules instead")
     if only is not None and only not in FAMILIES:
-        raise ValueError(f"only is {only!r}; weft has {', '.join(NAMES)}")
+        raise ValueError(f"only is {only!r}; weft has {', '.join(FAMILIES)}")
     if only is not None:
         check_op(only, problem.op)
         if chunks is not None and not FAMILIES[only].chunked:

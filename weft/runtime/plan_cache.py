@@ -26,7 +26,7 @@ from pathlib import Path
 from weft.core import codec
 from weft.core.logs import warn_once
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.schedules import FAMILIES, check_chunks, check_op, parse, spec
+from weft.schedules import FAMILIES, build, check_chunks, check_op, parse, spec, specs
 
 _FORMAT = 2
 _MOST_BYTES = 1 << 20
@@ -36,10 +36,16 @@ _CHUNKS = 1 << 20
 """`encode` uses this as a base: no spec has as many chunks."""
 
 
-def digest_of_families() -> str:
-    """Return a digest of all schedule families. A choice that was made among other families may not be the best any more."""
-    families = [[f.name, f.chunked, sorted(f.builders), f.summary] for f in FAMILIES.values()]
-    return hashlib.sha256(json.dumps([_FORMAT, families]).encode()).hexdigest()[:16]
+def digest_of_families(problem: Problem) -> str:
+    """Return a digest of all schedule families. A choice that was made among other families may not be the best any more.
+
+    Of registered families it has the schedules that are candidates for the problem, because their builders may have changed.
+    """
+    families = [[f.name, f.chunked, sorted(f.builders), f.summary] for f in FAMILIES.values() if not f.registered]
+    added = [name for name, family in FAMILIES.items() if family.registered and problem.op in family.builders]
+    parsed = ((spec, parse(spec)) for spec in (specs(problem) if added else ()))
+    built = [[spec, build(problem, *named).digest] for spec, named in parsed if named[0] in added]
+    return hashlib.sha256(json.dumps([_FORMAT, families, *built]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True)

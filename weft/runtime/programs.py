@@ -243,9 +243,10 @@ class Programs:
         )
         schedule = _choose_and_check(problem, specs[0], call.device, self._values)
         named, blocks = schedules.spec(schedule.name, schedule.chunks), self._resources_of(call.device).blocks
+        tried = [_with_digest(problem, spec, call.device) for spec in specs]
         lanes = "one for each peer" if fans_out(call.device) else "one"
         self.rank_group.agree_on_call(
-            f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(specs)}\nSMs: {blocks}\ncopy lanes: {lanes}"
+            f"op: {problem.op}\nchosen: {named}\nto try: {', '.join(tried)}\nSMs: {blocks}\ncopy lanes: {lanes}"
         )
         measurements: tuple[Measurement, ...] = ()
         with self.rank_group.fail_group_on_error():
@@ -385,3 +386,9 @@ def _choose_and_check(problem: Problem, spec: str, device: torch.device, values:
     schedule = choose(problem, spec, device, values)
     check(schedule)
     return schedule
+
+
+def _with_digest(problem: Problem, spec: str, device: torch.device) -> str:
+    """Return the spec of a registered family with the digest of its schedule, since its builder may differ between ranks."""
+    family = schedules.FAMILIES.get(spec.partition(":")[0])
+    return f"{spec} ({choose(problem, spec, device, {}).digest})" if family and family.registered else spec

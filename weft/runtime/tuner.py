@@ -112,9 +112,11 @@ class Tuner:
 
 
 def agree(rank_group: RankGroup, device: torch.device) -> None:
-    """Check that every rank can read its machine profile, and that all profiles have the same number of copy lanes.
+    """Check that every rank can read its machine profile, that all profiles have the same number of copy lanes, and that all
+    ranks have registered the same families, because they exchange the number of a family (weft.runtime.plan_cache).
 
-    Collective. Otherwise it raises ValueError on all ranks, and the group stays usable.
+    Collective. Raises RankMismatch for different families. Otherwise it raises ValueError on all ranks, and the group stays
+    usable.
     """
     wrong: ValueError | None = None
     mine = 0
@@ -122,7 +124,9 @@ def agree(rank_group: RankGroup, device: torch.device) -> None:
         mine = 2 if profile_for(device, rank_group.world_size).fans_out else 1
     except ValueError as error:
         wrong = error
-    found = rank_group.agree_on_call("the machine profile can be read", mine)
+    registered = ", ".join(family.name for family in schedules.FAMILIES.values() if family.registered)
+    families = f"\nregistered families: {registered or 'none'}"
+    found = rank_group.agree_on_call(f"the machine profile can be read{families}", mine)
     if wrong is not None:
         raise wrong
     if 0 in found:
@@ -170,7 +174,7 @@ class GroupPlanCache:
         if device in self._links:
             machine = machine | {"links": self._links[device]}
         machine = machine | {"profile": profile_for(device, self._rank_group.world_size).digest}  # the candidates depend on it
-        return plans.Key(machine=machine, versions=known, problem=problem, families=plans.digest_of_families())
+        return plans.Key(machine=machine, versions=known, problem=problem, families=plans.digest_of_families(problem))
 
 
 @cache

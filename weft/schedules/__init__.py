@@ -1,4 +1,6 @@
-"""All families of schedules by name, with their description and their builders.
+"""All families of schedules by name, with their description, their builders and what the ranking knows of them.
+
+`weft.schedule.register` (weft.checker.families) adds families to the table.
 
 Sources: FiCCO (arXiv 2512.10236) for the chunked four; T3 (arXiv 2401.16677) for track-and-trigger; fused
 computation-collectives (arXiv 2305.06942) for direct-store; PyTorch's asynchronous tensor parallelism for shard-level.
@@ -6,7 +8,7 @@ computation-collectives (arXiv 2305.06942) for direct-store; PyTorch's asynchron
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -26,6 +28,7 @@ from weft.schedules import matmul_all_to_all as combine
 from weft.schedules import matmul_reduce_scatter as rs
 from weft.schedules.builder import Build, Request
 from weft.schedules.same_program import is_same_program
+from weft.schedules.traits import FamilyTraits
 
 UNFUSED: dict[Op, Build] = {
     "all_gather_matmul": ag.unfused,
@@ -45,21 +48,40 @@ class Family:
     summary: one line for lists.
     source: where the idea is from.
     builders: the builder for each operator that the family supports.
+    traits: what its time depends on. Without them the ranking simulates its schedules.
     chunked: the number of chunks can be chosen.
     across: the family supports ranks on several nodes. Others load from and store to all ranks.
     fans_out: copies to several peers may run at once. Otherwise a rank sends to one peer after the other, or from kernels.
+    overlaps: it communicates during the computation. Otherwise it exchanges before or after it.
+    float8: it takes FP8 operands. Families that cut columns of a or b do not, because elements of a row may share a scale.
+    quantises: its kernels may quantise the rows of a that they send.
+    candidate: planners consider it. Otherwise it has to be requested by name.
+    registered: it was added by `weft.schedule.register`.
+    unfit: returns why the family cannot run a problem, or "" if it can.
     """
 
     name: str
     summary: str
     source: str
     builders: dict[Op, Build]
+    traits: FamilyTraits | None = None
     chunked: bool = True
     across: bool = False
     fans_out: bool = True
+    overlaps: bool = True
+    float8: bool = True
+    quantises: bool = False
+    candidate: bool = True
+    registered: bool = False
+    unfit: Callable[[Problem], str] = lambda problem: ""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.summary} [{self.source}]"
+
+
+def _all_reduces_on_equal_nodes(problem: Problem) -> str:
+    uneven = problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1
+    return f"its all-reduce needs nodes of one size, not of {problem.nodes}; use sequential" if uneven else ""
 
 
 FAMILIES: dict[str, Family] = {
@@ -67,6 +89,9 @@ FAMILIES: dict[str, Family] = {
     for f in (
         Family(
             name="sequential",
+            overlaps=False,
+            quantises=True,
+            traits=FamilyTraits("whole", "nccl", "nccl"),
             summary="cuBLAS GEMM and NCCL collective, one after the other",
             source="cuBLAS and NCCL",
             chunked=False,
@@ -85,6 +110,9 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="sequential_stores",
+            overlaps=False,
+            quantises=True,
+            traits=FamilyTraits("whole", "store_kernel", "store_kernel"),
             summary="cuBLAS GEMM, and before or after it an exchange by a kernel's stores or loads",
             source="fused computation-collectives",
             chunked=False,
@@ -98,6 +126,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="shard_p2p",
+            traits=FamilyTraits("per_piece", "push_copies", "push_copies", one_lane=True),
             summary="one shard a step, from peer to peer, a GEMM for each",
             source="PyTorch async TP",
             chunked=False,
@@ -106,6 +135,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="uniform_fused_1d",
+            traits=FamilyTraits("per_step", "push_copies", "push_copies", cuts_own_shard=True),
             summary="row chunks of all ranks, the own one too, as one GEMM a step",
             source="FiCCO",
             builders={
@@ -116,6 +146,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="hetero_fused_1d",
+            traits=FamilyTraits("per_step", "push_copies", "push_copies"),
             summary="the own shard as one GEMM; row chunks of all peers as one GEMM a step",
             source="FiCCO",
             builders={
@@ -125,18 +156,22 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="hetero_unfused_1d",
+            traits=FamilyTraits("per_piece", "push_copies", "push_copies"),
             summary="the own shard as one GEMM; one GEMM for each row chunk",
             source="FiCCO",
             builders=UNFUSED,
         ),
         Family(
             name="uniform_fused_2d",
+            float8=False,
+            traits=FamilyTraits("per_slice", "push_copies", "push_copies", cuts_own_shard=True),
             summary="column chunks of all ranks, one GEMM a step: slices of K summed up, or slices of N",
             source="FiCCO",
             builders={"all_gather_matmul": ag.fused_2d, "matmul_reduce_scatter": rs.fused_2d},
         ),
         Family(
             name="flag_gated",
+            traits=FamilyTraits("tiles", "push_copies", "load_kernel"),
             summary="one kernel whose tiles wait for the flag of their chunk, in order of arrival",
             source="Iris, quack",
             builders={
@@ -148,6 +183,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="track_and_trigger",
+            traits=FamilyTraits("tiles", "ring_copies", "push_copies"),
             summary="one GEMM; what is finished, or has arrived, triggers the copy that sends it on",
             source="T3",
             builders={
@@ -160,6 +196,8 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="direct_store",
+            quantises=True,
+            traits=FamilyTraits("tiles", "store_blocks", "tile_stores"),
             summary="stores from kernels straight to the peer's buffer, remote rows first",
             source="fused computation-collectives",
             fans_out=False,
@@ -175,12 +213,15 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="flag_gated_2d",
+            float8=False,
+            traits=FamilyTraits("tiles", "store_blocks", cuts_own_shard=True),
             summary="one kernel whose tiles wait, slice by slice of K, for the columns of all ranks",
             source="weft",
             builders={"all_gather_matmul": ag.gated_2d},
         ),
         Family(
             name="one_shot",
+            traits=FamilyTraits("exchanging", hops=1),
             summary="one kernel: partial tiles are stored at every rank that sums them, in one hop",
             source="fused computation-collectives",
             chunked=False,
@@ -188,6 +229,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="two_shot",
+            traits=FamilyTraits("exchanging", hops=2),
             summary="one kernel: a tile's owner sums partial tiles, and stores the sum at every peer",
             source="fused computation-collectives",
             chunked=False,
@@ -195,6 +237,8 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="node_slices",
+            unfit=_all_reduces_on_equal_nodes,
+            traits=FamilyTraits("tiles", "push_copies", "tile_stores"),
             summary="stores and copies within a node; between nodes, slices that are sent when their last tile is done",
             source="fused computation-collectives",
             across=True,
@@ -209,27 +253,22 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="copy_engine",
+            traits=FamilyTraits("none", "push_copies", "push_copies"),
             summary="copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
             source="FiCCO, T3",
             builders=collectives.PUSH_BUILDERS,
         ),
         Family(
             name="copy_engine_pull",
+            traits=FamilyTraits("none", "pull_copies", "pull_copies"),
             summary="copy engines of the peers pull pieces to where they belong",
             source="FiCCO, T3",
             builders=collectives.PULL_BUILDERS,
         ),
     )
 }
-NAMES: tuple[str, ...] = tuple(FAMILIES)
-IN_ORDER = ("sequential", "sequential_stores")
-"""The families without overlap: they exchange before or after the computation."""
 VERDICTS = OVERLAPPED, FASTER, SEQUENTIAL = "overlapped", "faster but not overlapped", "sequential"
 """The verdicts of reports on the chosen schedule."""
-CUT_COLUMNS = ("uniform_fused_2d", "flag_gated_2d")
-"""The families that cut columns of a or of b."""
-QUANTISING = ("sequential", "sequential_stores", "direct_store")
-"""The families whose kernels may quantise the rows of a that they send."""
 MOST_CHUNKS = 512
 """The most chunks per shard. With 256, a schedule of 8 ranks has up to 100,000 steps, and its proof takes 2 s."""
 
@@ -247,7 +286,8 @@ def names(op: Op) -> tuple[str, ...]:
 
 def overlaps(name: str) -> bool:
     """Return whether a schedule of that name, or spec, runs communication during its computation."""
-    return name not in IN_ORDER
+    family = FAMILIES.get(name.partition(":")[0])
+    return family is None or family.overlaps
 
 
 def judge(name: str, us: float | None = None, sequential_us: float | None = None) -> str:
@@ -262,12 +302,13 @@ def judge(name: str, us: float | None = None, sequential_us: float | None = None
 
 
 def simplicity(name: str, chunks: int) -> tuple[int, int]:
-    """Return a key that sorts schedules, the simplest first: in the order of NAMES, with other names last, then by chunks.
+    """Return a key that sorts schedules, the simplest first: in the order of FAMILIES, with other names last, then by chunks.
 
     >>> simplicity("sequential", 1) < simplicity("flag_gated", 1) < simplicity("flag_gated", 2)
     True
     """
-    return NAMES.index(name) if name in NAMES else len(NAMES), chunks
+    names = list(FAMILIES)
+    return names.index(name) if name in names else len(names), chunks
 
 
 def check_op(name: str, op: Op) -> None:
@@ -290,13 +331,14 @@ def unfit(name: str, problem: Problem) -> str:
     if problem.nodes and not FAMILIES[name].across:
         fit = " or ".join(one for one in names(problem.op) if FAMILIES[one].across)
         return f"schedule is {name!r}, which loads from and stores to all ranks; on nodes of {problem.nodes} ranks, use {fit}"
-    if problem.scaling is not None and name in CUT_COLUMNS:
-        return f"schedule is {name!r}, which cuts columns of FP8 operands, whose elements share scales; use a schedule of rows"
-    if problem.scaling is not None and problem.scaling.quantises and name not in QUANTISING:
-        return f"schedule is {name!r}, which sends rows unquantised; schedules that quantise a are {', '.join(QUANTISING)}"
-    if name == "node_slices" and problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1:
-        return f"schedule is {name!r}, whose all-reduce needs nodes of one size, not of {problem.nodes}; use sequential"
-    return ""
+    if problem.scaling is not None and not FAMILIES[name].float8:
+        fit = ", ".join(one for one in names(problem.op) if FAMILIES[one].float8)
+        return f"schedule is {name!r}, which takes no FP8 operands, whose elements share scales; use {fit}"
+    if problem.scaling is not None and problem.scaling.quantises and not FAMILIES[name].quantises:
+        quantising = ", ".join(one.name for one in FAMILIES.values() if one.quantises)
+        return f"schedule is {name!r}, which sends rows unquantised; schedules that quantise a are {quantising}"
+    reason = FAMILIES[name].unfit(problem)
+    return f"schedule is {name!r}: {reason}" if reason else ""
 
 
 def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bool = False) -> Schedule:
@@ -308,7 +350,8 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
     fan_out: use a copy lane for each peer instead of one for all. This is faster on a mesh, and slower behind a switch.
 
     Raises ValueError for an unknown name, a name that the operator does not have or that cannot run on the nodes of the
-    problem's ranks, or a chunk count below one or above both MOST_CHUNKS and world_size.
+    problem's ranks, a chunk count below one or above both MOST_CHUNKS and world_size, or if a registered builder returns
+    anything but a Schedule of that name for the problem.
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem, CollectiveProblem or ConcurrentProblem")
     if isinstance(problem, ConcurrentProblem):
@@ -318,7 +361,7 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
             raise ValueError(f"chunks is {chunks}, fan_out {fan_out}; {problem.op} has neither, leave them out")
         return ragged.build(problem, name)
     if name not in FAMILIES:
-        raise ValueError(f"schedule is {name!r}; weft has {', '.join(NAMES)}")
+        raise ValueError(f"schedule is {name!r}; weft has {', '.join(FAMILIES)}")
     check_op(name, problem.op)
     family = FAMILIES[name]
     if reason := unfit(name, problem):
@@ -326,7 +369,21 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
     chunks = problem.world_size if chunks is None else chunks
     check_chunks(chunks, problem.world_size)
     asked = Request(problem, name, chunks if family.chunked else 1, fan_out and family.fans_out, shared_port=not fan_out)
-    return family.builders[problem.op](asked)
+    built = family.builders[problem.op](asked)
+    if family.registered:
+        _check_built(built, asked)
+    return built
+
+
+def _check_built(built: object, asked: Request) -> None:
+    """Raise ValueError unless a registered builder has returned what was requested."""
+    if isinstance(built, Schedule) and (built.problem, built.name, built.chunks) == (asked.problem, asked.name, asked.chunks):
+        return
+    made = str(built) if isinstance(built, Schedule) else f"a {type(built).__name__}"
+    raise ValueError(
+        f"the builder of schedule {asked.name!r} returned {made}; it must return a weft.schedule.Schedule for {asked.problem}, "
+        f"with name={asked.name!r} and chunks={asked.chunks}, as the request has them"
+    )
 
 
 def parse(spec: str) -> tuple[str, int | None]:
@@ -337,7 +394,10 @@ def parse(spec: str) -> tuple[str, int | None]:
     """
     name, colon, chunks = spec.partition(":")
     if name not in FAMILIES:
-        raise ValueError(f"schedule is {spec!r}; use auto, or one of {', '.join(NAMES)}, with :CHUNKS for a chunk count")
+        raise ValueError(
+            f"schedule is {spec!r}; use auto, or one of {', '.join(FAMILIES)}, with :CHUNKS for a chunk count; "
+            "weft.schedule.register adds others"
+        )
     if not colon:
         return name, None
     if not chunks.isdecimal() or int(chunks) < 1 or not FAMILIES[name].chunked:
@@ -407,18 +467,24 @@ def candidates(problem: Problem, *, fan_out: bool = False, only: str | None = No
 def specs(problem: Problem, only: str | None = None) -> list[str]:
     """Return the specs that `candidates` builds, the simplest first. Several may be the same program.
 
-    On one node, node_slices has the steps of another family, and is left out unless it is requested.
+    On one node, node_slices has the steps of another family, and is left out unless it is requested. So is a registered family,
+    unless it was registered with candidate=True.
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     most = max(1, min(rows, MOST_PIECES // size**2))
     only = "sequential" if only is None and size > MOST_RANKS else only
     found = []
     for family in (FAMILIES[n] for n in names(problem.op) if only in (None, n) and not unfit(n, problem)):
-        if only is None and (not _runs_as_priced(family.name, problem) or (family.name == "node_slices" and not problem.nodes)):
+        if only is None and not _is_considered(family, problem):
             continue
         counts = sorted({max(1, min(c, most)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
         found += [spec(family.name, chunks) for chunks in counts]
     return found
+
+
+def _is_considered(family: Family, problem: Problem) -> bool:
+    of_nodes = family.name == "node_slices" and not problem.nodes
+    return family.candidate and not of_nodes and _runs_as_priced(family.name, problem)
 
 
 @lru_cache(maxsize=1024)

@@ -3,7 +3,7 @@
 On few ranks, different families may give the same program. With one peer, each step of hetero_fused_1d has one piece, as each
 step of hetero_unfused_1d always has. With one piece per shard, both are shard_p2p. One orders arrived pieces by step, the other
 by shard. Such schedules take the same time, and a difference between their measurements is noise. So one name stands for all:
-the simplest, which is the first of them in `weft.schedules.NAMES`.
+the simplest, which is the first of them in `weft.schedules.FAMILIES`.
 """
 
 from __future__ import annotations

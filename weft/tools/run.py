@@ -18,7 +18,7 @@ from __future__ import annotations
 import statistics
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from weft import schedules
 from weft.checker import check
+from weft.checker.families import import_families
 from weft.comm.membership import cut
 from weft.core.machine import Machine
 from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, LookupProblem, Problem, Scaling
@@ -67,6 +68,7 @@ def run_model(
     seed: int,
     progress: Progress,
     scaling: Scaling | None = None,
+    imports: Sequence[str] = (),
 ) -> Run:
     """Predict, prove, run and check the communicating layers of `model` on `ranks` processes of this machine.
 
@@ -74,6 +76,7 @@ def run_model(
     machine, machine_ranks, machine_tokens: the predictions are for these. CPU ranks run the schedules that "auto" chooses
         there, with the copy lanes of that machine. GPUs choose by measurement and use their own lanes. Only they are timed.
     progress: called as progress(what, done, total). scaling: the scaling of FP8 operands. dtype is then that of results.
+    imports: modules that every rank imports first, which register families of schedules.
     Raises ValueError for invalid arguments, and RankFailed if a rank is lost.
     """
     _check_request(ranks=ranks, device=device, tokens=tokens, op=op, schedule=schedule, dtype=dtype)
@@ -85,6 +88,8 @@ def run_model(
     like, rounds = (machine.fans_out, 0) if device == "cpu" else (None, ROUNDS[device])
     done: list[LayerRun] = []
     with Ranks(ranks if chosen else 0, device=device) as pool:
+        if imports:
+            pool.run(import_families, imports)
         for index, layer in enumerate(chosen):
             progress(f"{layer.name}: predicting on {machine.name}", 2 * index, 2 * len(chosen))
             there = _predict(layer.problem(machine_tokens, machine_ranks, element, scaling), schedule, machine)

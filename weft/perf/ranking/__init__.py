@@ -1,11 +1,12 @@
 """The ranking estimates the time of every schedule of a problem from closed forms. It takes milliseconds.
 
-Contract: `estimates` is a pure function of a problem, a machine and names of schedules. It builds no schedule and simulates
-nothing. It has no constants of its own: the costs of matmuls, copies and flags come from `weft.perf.terms`, as in the event
-engine (weft.perf.engine), which adds ordering and contention. A test compares the two over hundreds of problems.
+Contract: `estimates` is a pure function of a problem, a machine and names of schedules. It builds and
+simulates only schedules of families without traits, which users have registered. It has no constants of its own: the costs of
+matmuls, copies and flags come from `weft.perf.terms`, as in the event engine (weft.perf.engine), which adds ordering and
+contention. A test compares the two over hundreds of problems.
 
-`FAMILIES` says for each family of schedules how it cuts the matmul and how it moves the data. Three recurrences cover the
-families that overlap a matmul with communication inside a node:
+The traits of a family of schedules (weft.schedules.traits) say how it cuts the matmul and how it moves the data. Three
+recurrences cover the families that overlap a matmul with communication inside a node:
 
     gather       t_i = max(t_{i-1}, start + i c + latency) + flags + kappa g_i          pieces arrive, and are multiplied
     scatter      s_i = max(s_{i-1}, u_i + flag + wake) + c                              pieces are computed (u_i), and sent
@@ -20,7 +21,6 @@ families that overlap a matmul with communication inside a node:
 A kernel that counts or stores its tiles is the reverse of the third: piece i is ready after the waves of its own tiles and of
 all tiles before them. The other families have short formulas of their own.
 
-families.py                                  the properties of each family
 gathers.py  incoming.py                      pieces arrive and are multiplied
 scatters.py  tile_kernels.py                 pieces are computed and sent; by weft's own GEMM kernel
 steps.py                                     the cuBLAS matmul of one step
@@ -40,13 +40,14 @@ from weft.core.problem import COLLECTIVE_OPS, GATHERS, LOOKUP_OPS, Problem
 from weft.perf.lanes import Rank
 from weft.perf.ranking.all_reduces import estimate_all_reduce_us, estimate_exchanging_kernel_us
 from weft.perf.ranking.collectives import estimate_collective_us
-from weft.perf.ranking.families import FAMILIES, SAME_ON_ONE_NODE
 from weft.perf.ranking.gathers import estimate_gather_us
 from weft.perf.ranking.lookups import estimate_lookup_us
 from weft.perf.ranking.nodes import estimate_across_nodes_us
 from weft.perf.ranking.scatters import estimate_scatter_us
-from weft.schedules import parse, specs
+from weft.schedules import FAMILIES, build, parse, specs
 
+SAME_ON_ONE_NODE = {"matmul_all_to_all": "track_and_trigger", "matmul_all_reduce": "two_shot"}
+"""The family that node_slices equals on a single node, by operator. For other operators its own traits hold."""
 MARGIN = 0.01
 """An overlapping schedule must be estimated to be faster than sequential by more than 1%, as in an autotuning run."""
 
@@ -113,7 +114,9 @@ def _estimate_us(rank: Rank, spec: str) -> float:
     chunks = 1 if name == "shard_p2p" else count or problem.world_size
     if name == "node_slices" and problem.nodes:
         return estimate_across_nodes_us(rank, chunks)
-    family = FAMILIES[SAME_ON_ONE_NODE.get(op, name) if name == "node_slices" else name]
+    family = FAMILIES[SAME_ON_ONE_NODE.get(op, name) if name == "node_slices" else name].traits
+    if family is None:
+        return _simulate_us(rank, name, count)
     if family.matmul == "exchanging":
         return estimate_exchanging_kernel_us(rank, family.hops)
     if op in COLLECTIVE_OPS:
@@ -123,3 +126,10 @@ def _estimate_us(rank: Rank, spec: str) -> float:
     if op == "matmul_all_reduce":
         return estimate_all_reduce_us(rank, family, chunks)
     return estimate_gather_us(rank, family, chunks) if op in GATHERS else estimate_scatter_us(rank, family, chunks)
+
+
+def _simulate_us(rank: Rank, name: str, chunks: int | None) -> float:
+    # Only this needs the simulator and its packages.
+    from weft.perf.engine import run
+
+    return run(build(rank.problem, name, chunks, fan_out=rank.machine.fans_out), rank.machine).total_us

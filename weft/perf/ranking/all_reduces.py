@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from weft.perf.lanes import ComputeLane, Rank
-from weft.perf.ranking.families import FamilyTraits
 from weft.perf.ranking.scatters import overlapped_scatter_ends
 from weft.perf.terms import collective_us, hbm_us, padded_us, streamed_cost, whole_collective_us
 from weft.schedules.matmul_all_reduce import ONE_HOP_BYTES
+from weft.schedules.traits import FamilyTraits
 
 
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:

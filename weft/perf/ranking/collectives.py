@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from weft.core.problem import CollectiveProblem
 from weft.perf.lanes import ComputeLane, CopyLanes, Rank, chunk_lengths
-from weft.perf.ranking.families import FamilyTraits
 from weft.perf.terms import local_copy_us, whole_collective_us
 from weft.schedules import collectives
+from weft.schedules.traits import FamilyTraits
 
 
 def estimate_collective_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:

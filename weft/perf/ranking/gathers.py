@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from weft.perf.lanes import ComputeLane, Rank, chunk_lengths, waves_of_last, work_ends_at_us
-from weft.perf.ranking.families import FamilyTraits
 from weft.perf.ranking.incoming import IncomingPieces
 from weft.perf.ranking.steps import step_matmul
 from weft.perf.shapes import Arriving
 from weft.perf.terms import GemmCost, hbm_us, local_copy_us, padded_us, whole_collective_us
 from weft.schedules.builder import aligned_slices
+from weft.schedules.traits import FamilyTraits
 
 
 def estimate_gather_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from weft.perf.lanes import CopyLanes, CopyLoad, Rank
-from weft.perf.ranking.families import FamilyTraits
+from weft.schedules.traits import FamilyTraits
 
 
 class IncomingPieces:

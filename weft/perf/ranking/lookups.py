@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from weft.perf.lanes import ComputeLane, CopyLanes, CopyLoad, Rank, chunk_lengths, work_ends_at_us
-from weft.perf.ranking.families import FamilyTraits
 from weft.perf.terms import collective_us, gathered_bytes, hbm_us, local_copy_us
+from weft.schedules.traits import FamilyTraits
 
 
 class _Piece(NamedTuple):

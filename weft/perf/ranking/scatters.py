@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from weft.core.problem import ColumnProblem
 from weft.perf.lanes import ComputeLane, CopyLanes, LaneEnds, Rank, chunk_lengths
-from weft.perf.ranking.families import FamilyTraits
 from weft.perf.ranking.steps import step_matmul
 from weft.perf.ranking.tile_kernels import tile_kernel_ends
 from weft.perf.terms import hbm_us, padded_us, whole_collective_us
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
+from weft.schedules.traits import FamilyTraits
 
 
 def estimate_scatter_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:

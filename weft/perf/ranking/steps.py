@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from weft.perf.lanes import Rank
-from weft.perf.ranking.families import FamilyTraits
 from weft.perf.terms import GemmCost, staged_us
+from weft.schedules.traits import FamilyTraits
 
 
 def step_matmul(

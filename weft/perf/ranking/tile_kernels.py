@@ -16,9 +16,9 @@ from weft.perf.lanes import (
     waves_of_last,
     work_ends_at_us,
 )
-from weft.perf.ranking.families import FamilyTraits
 from weft.perf.shapes import Arriving
 from weft.perf.terms import GemmCost, adding_us, hbm_us, stalled_us
+from weft.schedules.traits import FamilyTraits
 
 Piece = tuple[int, int]
 """The index of its chunk, and the distance of the peer that owns it."""

@@ -62,7 +62,7 @@ FAMILIES = {
 
 def read_config(path: Path) -> Model:
     """Return the Model that a config.json describes. Raises ValueError, one line with the file, if it describes none."""
-    data = codec.read_data(path)
+    data = _with_floats(codec.read_data(path))
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds {type(data).__name__} data; a config.json holds an object")
     try:
@@ -73,6 +73,17 @@ def read_config(path: Path) -> Model:
         return _by_modules(path, data, config) if config is not None else _by_keys(path, data)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _with_floats(data: Any) -> Any:
+    # transformers 5 saves numbers that JSON does not have as {"__float__": "Infinity"}, and reads them back.
+    if isinstance(data, list):
+        return [_with_floats(one) for one in data]
+    if not isinstance(data, dict):
+        return data
+    if data.keys() == {"__float__"} and data["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(data["__float__"])
+    return {key: _with_floats(value) for key, value in data.items()}
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,267 @@
+"""Families that users register are families like weft's own: names, plans, the ranking, operators, styles, the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture, Weft
+from own_family import NAME, backwards, forwards, registered, without_free
+from rank_work import check_gather
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import weft as library
+from weft.core.machine import load
+from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem, Scaling
+from weft.core.schedule import Schedule
+from weft.perf import run
+from weft.perf.ranking import estimates, ranked
+from weft.runtime.choose import auto_candidates
+from weft.runtime.groups import GROUPS
+from weft.runtime.plan_cache import digest_of_families
+from weft.schedules import FAMILIES, build, names, specs
+
+H200 = load("h200x8")
+PROBLEM = Problem(op="all_gather_matmul", m=8192, n=8192, k=4096, world_size=4)
+
+
+def test_a_family_is_known_by_its_name() -> None:
+    with registered():
+        schedule = build(PROBLEM, NAME, 2)
+        assert (schedule.name, schedule.chunks) == (NAME, 2)
+        assert NAME in names("all_gather_matmul")
+        assert NAME not in names("matmul_reduce_scatter")
+        assert library.CompilePass(schedule={"all_gather_matmul": f"{NAME}:2"}).schedules["all_gather_matmul"] == f"{NAME}:2"
+        assert str(FAMILIES[NAME]) == f"{NAME}: Multiply the parts in reverse order [own_family]"
+        with pytest.raises(ValueError, match=f"{NAME}.* for all_gather_matmul alone"):
+            build(replace(PROBLEM, op="matmul_reduce_scatter"), NAME)
+        with pytest.raises(ValueError, match=f"{NAME}.*nodes"):
+            build(replace(PROBLEM, nodes=(2, 2)), NAME)
+        scaled = replace(PROBLEM, scaling=Scaling(recipe="rowwise"))
+        with pytest.raises(ValueError, match=f"{NAME}.*FP8"):
+            build(scaled, NAME)
+        assert NAME not in {spec.partition(":")[0] for spec in specs(scaled)}
+
+
+def test_it_is_ranked_by_the_engine_and_planned_where_it_is_asked_for() -> None:
+    with registered():
+        simulated_us = run(build(PROBLEM, NAME, 2), H200).total_us
+        assert estimates(PROBLEM, H200, [f"{NAME}:2"]) == {f"{NAME}:2": simulated_us}
+        plan = library.plan(PROBLEM, H200, only=NAME)
+        assert {candidate.schedule for candidate in plan.candidates} == {NAME}
+        assert library.plan(PROBLEM, H200, only=NAME, chunks=2).chosen.predicted_us == simulated_us
+        assert not any(spec.startswith(NAME) for spec in ranked(PROBLEM, H200))
+
+
+def test_it_is_a_candidate_of_auto_where_that_is_asked_for() -> None:
+    cpu = torch.device("cpu")
+    usual, digest = auto_candidates(PROBLEM, cpu), digest_of_families(PROBLEM)
+    with registered():
+        assert digest_of_families(PROBLEM) == digest, "what auto has measured stays valid"
+    with registered(forwards, "ahead", candidate=True):
+        assert any(spec.startswith("ahead") for spec in ranked(PROBLEM, H200))
+        first = digest_of_families(PROBLEM)
+    with registered(backwards, "ahead", candidate=True):
+        assert digest not in (first, digest_of_families(PROBLEM))
+        assert first != digest_of_families(PROBLEM), "a changed builder is measured anew"
+    assert auto_candidates(PROBLEM, cpu) == usual
+
+
+def test_builders_of_weft_can_be_registered_for_every_operator() -> None:
+    problems: list[Problem] = [LookupProblem.of(batch=12, dims=((4,),) * 2)]
+    problems += [CollectiveProblem(op=op, m=48, world_size=2) for op in COLLECTIVE_OPS]
+    columns: tuple[Op, Op] = ("matmul_all_to_all_columns", "all_to_all_columns_matmul")
+    problems += [ColumnProblem(op=op, m=12, n=12, k=12, world_size=2) for op in columns]
+    tp: tuple[Op, ...] = ("matmul_reduce_scatter", "matmul_all_to_all", "all_to_all_matmul", "matmul_all_reduce")
+    problems += [Problem(op=op, m=12, n=12, k=12, world_size=2) for op in tp]
+    for problem in problems:
+        builder = FAMILIES["sequential"].builders[problem.op]
+        with registered(builder, f"own_{problem.op}", ops=(problem.op,), chunked=False, overlaps=False):
+            assert build(problem, f"own_{problem.op}").name == f"own_{problem.op}"
+            assert f"own_{problem.op}" in ranked(problem, H200, f"own_{problem.op}")
+
+
+def _without_free_where_three(request: Any) -> Any:
+    return (without_free if request.problem.world_size == 3 else backwards)(request)
+
+
+def _raises(request: Any) -> Any:
+    return {}[request.name]
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"name": "flag_gated"}, "name is 'flag_gated', which is taken"),
+        ({"name": "auto"}, "name is 'auto'"),
+        ({"name": "mine:2"}, "name is 'mine:2'"),
+        ({"name": 3}, "name is a int"),
+        ({"builder": "flag_gated"}, "builder is a str"),
+        ({"ops": "all_gather_matmuls"}, "ops has 'all_gather_matmuls'"),
+        ({"ops": ("all_gather_matmul", "ragged_all_to_all_matmul")}, "ops has 'ragged_all_to_all_matmul'"),
+        ({"ops": ()}, "ops is empty"),
+        ({"builder": lambda request: None}, r"returned a NoneType; it must return a weft.schedule.Schedule"),
+        ({"builder": lambda request: build(request.problem, "sequential")}, r"returned sequential .*name='mine' and chunks=1"),
+        ({"builder": _raises}, "builder raised KeyError: 'mine'"),
+        (
+            {"builder": _without_free_where_three},
+            "name is 'mine': for .*world_size=3.* the checker refuses its schedule: rank 2, lane copy, step 0",
+        ),
+        ({"unfit": lambda problem: "it is never right"}, "fits no problem of all_gather_matmul.*it is never right"),
+    ],
+)
+def test_mistakes_name_the_argument(options: dict[str, Any], match: str) -> None:
+    before = dict(FAMILIES)
+    given = {"name": "mine", "builder": backwards, "ops": "all_gather_matmul"} | options
+    with pytest.raises(ValueError, match=match):
+        library.schedule.register(given.pop("name"), given.pop("builder"), **given)
+    assert before == FAMILIES
+
+
+def test_a_family_may_refuse_problems() -> None:
+    def unfit(problem: Problem) -> str:
+        return "" if problem.world_size == 3 else f"it is for 3 ranks, not {problem.world_size}"
+
+    with registered(_without_free_unless_three, unfit=unfit, candidate=True):
+        build(replace(PROBLEM, world_size=3), NAME)
+        with pytest.raises(ValueError, match=f"schedule is '{NAME}': it is for 3 ranks, not 4"):
+            build(PROBLEM, NAME)
+        assert not any(spec.startswith(NAME) for spec in specs(PROBLEM))
+
+
+def _without_free_unless_three(request: Any) -> Any:
+    return (backwards if request.problem.world_size == 3 else without_free)(request)
+
+
+def _bound() -> list[Schedule]:
+    """The schedules that the group has run."""
+    state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    return state.schedules()
+
+
+def _call() -> None:
+    with registered(candidate=True):
+        check_gather(37, 23, 19, torch.float32, f"{NAME}:2", 1)
+        (ran,) = _bound()
+        assert (ran.name, ran.chunks) == (NAME, 2)
+        library.close()
+
+
+def _style() -> list[str]:
+    with registered():
+        mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(16, 32)), torch.randn(6, 16)
+        expected = net(x).chunk(2, -1)[rank].detach()
+        style = library.ColwiseParallel(input_layouts=Shard(0), schedule=f"{NAME}:2")
+        net = parallelize_module(net, mesh, {"0": style})
+        out = net(x.chunk(2)[rank])
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
+        found = [schedule.name for schedule in _bound()]
+        library.close()
+        return found
+
+
+@pytest.mark.ranks
+def test_operators_and_styles_run_it(ranks: RankFixture) -> None:
+    ranks(2).run(_call)
+    assert all(NAME in found for found in ranks(2).run(_style))
+
+
+def _differ(case: str) -> str:
+    """What a call raises on this rank. The ranks have registered other families, unless `case` is 0."""
+    rank = dist.get_rank()
+    x, w = torch.ones(2, 4), torch.ones(4, 4)
+
+    def raised(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    try:
+        if case == "builder":
+            with registered((backwards, forwards)[rank]):
+                return raised(lambda: library.all_gather_matmul(x, w, schedule=NAME))
+        if case == "missing" and rank == 1:
+            return raised(lambda: library.all_gather_matmul(x, w, schedule="of_rank_0"))
+        with registered(name="of_rank_0" if case == "missing" else ("mine", "yours")[rank]):
+            return raised(lambda: library.all_gather_matmul(x, w, schedule="of_rank_0" if case == "missing" else "auto"))
+    finally:
+        library.close()
+
+
+@pytest.mark.ranks
+def test_ranks_with_other_families_are_told(ranks: RankFixture) -> None:
+    for found in ranks(2).run(_differ, "builder"):
+        assert found.startswith("RankMismatch"), found
+        assert NAME in found
+    found, missing = ranks(2).run(_differ, "missing")
+    assert missing.startswith("ValueError"), missing
+    assert "weft.schedule.register" in missing
+    assert found.startswith("PeerLost"), found
+    for found in ranks(2).run(_differ, "other names"):
+        assert found.startswith("RankMismatch"), found
+        assert "mine" in found
+        assert "yours" in found
+
+
+MODULE = """
+import weft
+from own_family import backwards
+weft.schedule.register("of_a_module", backwards, ops="all_gather_matmul", candidate=True)
+"""
+
+
+@pytest.mark.ranks
+def test_commands_import_it(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(MODULE, encoding="utf-8")
+    helpers = Path(__file__).parents[1] / "helpers"
+    path = os.pathsep.join([str(helpers), str(Path(library.__file__).parents[1])])
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", "from weft.cli import main; raise SystemExit(main())", *words, "--import", "own"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+        )
+
+    drawn = command("schedules", "of_a_module")
+    assert "of_a_module, chunks=2: all_gather_matmul" in drawn.stdout, drawn.stderr
+    planned = command("plan", "llama3-8b", "--op", "all_gather_matmul", "--schedule", "of_a_module:2", "--tokens", "512")
+    assert "of_a_module:2" in planned.stdout, planned.stderr
+    small = ("--ranks", "2", "--device", "cpu", "--tokens", "8", "--machine-tokens", "64", "--schedule", "of_a_module:2")
+    ran = command("run", "llama3-8b", "--op", "all_gather_matmul", *small)
+    assert ran.returncode == 0, ran.stderr
+    assert "of_a_module:2" in ran.stdout
+    assert "All results are right" in ran.stdout
+
+
+def test_a_module_that_cannot_be_imported(weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "taken.py").write_text(MODULE.replace("of_a_module", "sequential"), encoding="utf-8")
+    for module, said in (
+        ("not_there", "ModuleNotFoundError"),
+        ("taken", "'sequential', which is taken"),
+        ("a.py", "without .py"),
+    ):
+        status, _, error = weft("schedules", "--import", module)
+        assert status == 2
+        assert f"--import is {module!r}" in error
+        assert said in error
