@@ -128,6 +128,7 @@ class GroupState(Programs):
 
     def wire(self) -> HostWire:
         """Return the channel for messages between the hosts of this group's ranks. Collective at its first use."""
+        self.rank_group.check_usable()
         resources = self._resources_of(torch.device("cpu"))
         assert isinstance(resources, HostResources)
         return resources.wire
