@@ -136,6 +136,32 @@ class FailGroupOnError(AbstractContextManager[None]):
             self._rank_group.fail(error)
 
 
+class Calling(AbstractContextManager[None]):
+    """A Calling is the context of everything that ranks of a group do in the same order. Only one thread may be in it.
+
+    A second one ends the group's calls with an error. If it waited for the first, another rank might let its threads come the
+    other way round, and the ranks would take one thread's rows for the other's.
+    """
+
+    __slots__ = ("_rank_group",)
+
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
+
+    def __enter__(self) -> None:
+        if not self._rank_group.lock.acquire(blocking=False):
+            raise self._rank_group.fail(
+                ValueError(
+                    f"group: thread {threading.current_thread().name} calls weft while a call of another thread of rank "
+                    f"{self._rank_group.rank} with the same process group has not ended; give each thread a group of its own "
+                    "(torch.distributed.new_group), or let the threads take turns, in the same order on every rank"
+                )
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._rank_group.lock.release()
+
+
 class RankGroup:
     """A RankGroup coordinates the ranks of `group`. Collective: every rank of the group constructs it.
 
@@ -149,6 +175,7 @@ class RankGroup:
     name: torch's name of the process group.
     topic: a name that no other process group has.
     lock: a thread holds it from the beginning of a call until the call has published everything for other ranks.
+    calling: the context in which a thread holds it. A thread that finds it held gets a ValueError.
     broken: the error by which the group has failed.
     unraised: the failure, if results that were already returned are invalid and no call has raised the error yet.
     """
@@ -226,7 +253,7 @@ class RankGroup:
         self.broken: BaseException | None = None
         self.unraised: WeftError | None = None
         self._raised = False
-        self.lock = threading.RLock()
+        self.lock, self.calling = threading.RLock(), Calling(self)
         self._failure_lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0

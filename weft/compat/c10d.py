@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, TCPStore
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     PrefixStore,
     _get_process_group_store,
@@ -47,7 +47,7 @@ def refusal_of_store(group: dist.ProcessGroup) -> str:
     store: Any = _get_process_group_store(group)
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
+    if not isinstance(store, TCPStore):
         return ""
     try:
         socket.create_connection((store.host, store.port), timeout=_CONNECTS_S).close()
