@@ -175,7 +175,6 @@ class RankGroup:
     name: torch's name of the process group.
     topic: a name that no other process group has.
     lock: a thread holds it from the beginning of a call until the call has published everything for other ranks.
-    calling: the context in which a thread holds it. A thread that finds it held gets a ValueError.
     broken: the error by which the group has failed.
     unraised: the failure, if results that were already returned are invalid and no call has raised the error yet.
     """
@@ -253,7 +252,7 @@ class RankGroup:
         self.broken: BaseException | None = None
         self.unraised: WeftError | None = None
         self._raised = False
-        self.lock, self.calling = threading.RLock(), Calling(self)
+        self.lock = threading.RLock()
         self._failure_lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
@@ -717,6 +716,11 @@ class RankGroup:
         with _GROUPS_LOCK:
             self._unregister()
         self.__dict__.pop("group", None)
+
+    @cached_property
+    def calling(self) -> Calling:
+        """The context of a call. It raises ValueError in a thread while another thread is in it."""
+        return Calling(self)
 
     def check_usable(self, remedies: tuple[str, str] = _REMEDIES) -> None:
         """Raise an error of the failure's type if this group has failed, was closed, or belongs to another process.
