@@ -67,6 +67,15 @@ def test_what_a_kernel_counts_has_one_waiter() -> None:
         check(pair((Gemm(b, (Part(a, out, (), done),)), Wait(done), Wait(done))))
 
 
+def test_what_a_kernel_counts_has_a_waiter() -> None:
+    """Where other flags order everything, nothing but the kernel would notice that nobody waits."""
+    done = Flag("done", 0)
+    a, b, out = Region("a_full", 0, (0, 0), (0, 2)), Region("b", 0, (0, 2), (0, 0)), Region("out", 0, (0, 0), (0, 0))
+    with pytest.raises(ScheduleError, match=r"rank 0, lane compute, step 0 .*it counts done\[0\]@0, for which no step waits"):
+        check(pair((Gemm(b, (Part(a, out, (), done),)),)))
+    check(pair((Gemm(b, (Part(a, out, (), done),)), Wait(done))))
+
+
 def test_a_lost_release_is_found() -> None:
     """Without `free`, a peer may raise `arrived` again while the last one is not yet lowered."""
     schedule = build(Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2), "flag_gated", 1)

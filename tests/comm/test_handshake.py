@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -346,3 +347,41 @@ def test_the_first_call_is_bounded_when_a_rank_is_dead(size: int) -> None:
     for error, seconds in caught.value.results[:-1]:
         assert seconds < BOUND_S + LATE_S
         assert f"rank {size - 1} has not come" in error
+
+
+def _store_ends(port: int) -> tuple[str, float]:
+    """Rank 0, which hosts the store, ends before the first call of a group."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    if dist.get_rank() == 0:
+        os._exit(1)
+    time.sleep(1.0)
+    return _error(_call)
+
+
+@pytest.mark.ranks
+def test_the_first_call_without_a_store_says_so_within_the_bound() -> None:
+    """Without torchrun, rank 0 hosts the store."""
+    bound_s = 40.0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Ranks(2, environment={"WEFT_TIMEOUT_S": str(bound_s)}) as pool, pytest.raises(RankFailed) as caught:
+        pool.run(_store_ends, port, timeout_s=60)
+    error, seconds = caught.value.results[1]
+    assert error.startswith("PeerLost: the store of the group is lost, and with it the process that hosts it")
+    assert seconds < bound_s / 2
+
+
+def test_nobody_waits_longer_than_the_bound_for_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that does not answer at all leaves nothing to end."""
+    never = threading.Event()
+    monkeypatch.setattr(module, "store_of", lambda rank, name: never.wait())
+    monkeypatch.setattr(module, "refusal_of_store", lambda group: "")
+    monkeypatch.setattr(module, "_ANSWER_S", 20.0)
+    began = time.monotonic()
+    error = _say(Rank(None, 1, 2), "mine", 1.0)
+    assert str(error).startswith("WaitTimeout: within 1 s")
+    assert time.monotonic() - began < LATE_S
+    never.set()

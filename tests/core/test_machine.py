@@ -40,6 +40,9 @@ def _changed(tmp_path: Path, path: str, value: Any) -> Path:
 
 BAD = [
     ("gpu.sms", 0, r"gpu\.sms is 0"),
+    ("gpu.sms", 10**9, r"gpu\.sms is 1000000000; it must be at most 65536"),
+    ("world_size", 10**5, r"world_size is 100000; it must be at most 65536"),
+    ("gpu.tiles", [{"rows": 10**8, "cols": 64, "efficiency": 0.5}], r"gpu\.tiles is 100000000; it must be at most 65536"),
     ("launch_us", 1e100, r"launch_us is 1e\+100"),
     ("gpu.tflops", {"bfloat16": 0, "float16": 1, "float32": 1}, r"gpu\.tflops\.bfloat16 is 0\.0"),
     ("gpu.tiles", [], r"gpu\.tiles is empty"),

@@ -206,7 +206,7 @@ class Brute:
         self._check_waiters()
 
     def _check_waiters(self) -> None:
-        """A step waits for a flag of this call or of the one before; what a kernel counts, one step waits for."""
+        """A step waits for a flag of this call or of the one before; for what a kernel counts, exactly one step waits."""
         counted = {flag for *_, step in self.schedule if not isinstance(step, Signal) for flag in signalled_flags(step)}
         waiting: dict[Flag, set[object]] = {}
         for rank, lane, position, step in self.schedule:
@@ -215,9 +215,9 @@ class Brute:
                 if len(both) > 1:
                     raise Wrong(f"{step} waits for {both} of {wait.flag}")
                 waiting.setdefault(wait.flag, set()).add((rank, lane.name, position))
-        several = next((flag for flag, places in waiting.items() if flag in counted and len(places) > 1), None)
-        if several:
-            raise Wrong(f"{several} is counted, and has several waiters")
+        wrong = next((flag for flag in counted if len(waiting.get(flag, ())) != 1), None)
+        if wrong:
+            raise Wrong(f"{wrong} is counted, and has {len(waiting.get(wrong, ()))} waiters")
 
     def _check_push(self, rank: int, step: Push) -> None:
         """It reads one buffer of its rank, writes none of it, and each of its flags is one part's alone."""

@@ -17,17 +17,20 @@ import weft
 from weft.core.problem import Op, Problem
 from weft.core.schedule import (
     Buffer,
+    Collective,
     Copy,
     Flag,
     FusedCollective,
     Gemm,
     Lane,
     Part,
+    Push,
     Reduce,
     Region,
     Schedule,
     Signal,
     Step,
+    Store,
     Sum,
     Wait,
 )
@@ -134,6 +137,26 @@ def counted_at_the_end(problem: Problem) -> Schedule:
     return steps_of(weft.schedule.build(problem, "flag_gated", 1), "counted_at_the_end", steps)
 
 
+def gathered_beside(problem: Problem) -> Schedule:
+    """Rank 0 sends its rows and gathers on a lane of blocks, which rank 1 meets only once rank 0's compute lane lets it."""
+    built = weft.schedule.build(problem, "sequential")
+    (full,) = (buffer for buffer in built.buffers if buffer.name == "a_full")
+    buffers = (*built.buffers, replace(full, name="sent"))
+    go, sent, done, free = Flag("go", 1), Flag("sent", 1), Flag("done", 0), Flag("free", 0)
+    (gather, gemm), (gather_1, gemm_1) = (rank[0].steps[:2] for rank in built.ranks)
+    assert isinstance(gather, Collective)
+    rows = Region("sent", 1, gather.src.rows, gather.src.cols)
+    push = Push((Store(gather.src, rows, sent),))
+    ranks = (
+        (
+            Lane("compute", "compute", (Signal(go), Wait(done), gemm)),
+            Lane("blocks", "blocks", (Wait(free, on_previous_call=True), push, gather, Signal(done))),
+        ),
+        (Lane("compute", "compute", (Wait(go), gather_1, gemm_1, Wait(sent), Signal(free))),),
+    )
+    return replace(built, name="gathered_beside", buffers=buffers, ranks=ranks)
+
+
 def _at(buffer: str, rank: int, rows: int, cols: int, corner: tuple[int, int] = (0, 0)) -> Region:
     top, left = corner
     return Region(buffer, rank, (top, top + rows), (left, left + cols))
@@ -200,6 +223,7 @@ SCHEDULES: dict[str, tuple[Op, Callable[[Problem], Schedule]]] = {
     "two_results": ("matmul_reduce_scatter", two_results),
     "own_first": ("matmul_all_to_all", own_first),
     "counted_at_the_end": ("all_gather_matmul", counted_at_the_end),
+    "gathered_beside": ("all_gather_matmul", gathered_beside),
 }
 
 

@@ -364,7 +364,18 @@ def test_a_driver_that_does_not_answer_keeps_nobody_from_being_told(ranks: Ranks
     answers = threading.Event()
     ticket = ranks.begin(lambda: str(answers.wait(LONG_S)))
     ranks.resources.begun(ticket)
-    ranks.raised_after(ranks.peer_fails, PeerLost, r"planted; meanwhile .* the driver does not answer")
+    ranks.raised_after(ranks.peer_fails, PeerLost, r"planted; meanwhile a call has not ended; the driver does not answer")
+    answers.set()
+
+
+def test_without_a_driver_that_answers_another_groups_call_is_named(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads and two groups, whose ranks make their calls in other orders: each waits behind the other's call."""
+    monkeypatch.setattr(watchdog, "_ASK_S", 0.05)
+    answers, other = threading.Event(), ranks.resources.order.add(rank_groups()[0])
+    ranks.resources.order.end(ranks.resources.order.begin(PendingCall.of("the other's call", str, STREAM + 1), other))
+    ticket = ranks.begin(lambda: str(answers.wait(LONG_S)))
+    ranks.resources.begun(ticket)
+    ranks.raised_after(ranks.peer_fails, PeerLost, "a call has not ended, and on the same GPU the other's call is in flight")
     answers.set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from named_buffers import LOOKUPS, SCALED, check_lookups, check_scales, check_scales_of_scratch
 from own_schedules import SCHEDULES, check_local_strided, several_b_counted, tables_made
 from rank_pools import interpreted_ranks, shared_ranks
 
@@ -30,3 +31,19 @@ def test_tiles_of_several_b_count_as_far_as_waiters_expect(interpreted: Ranks) -
         assert found
         for holds, expected in found:
             assert holds == expected
+
+
+@pytest.mark.parametrize("case", SCALED, ids=lambda case: f"{case[1]}-{case[3]}")
+def test_scratch_may_be_called_like_scales(plain: Ranks, interpreted: Ranks, case: tuple[str, str, str, str]) -> None:
+    for pool in (plain, interpreted):
+        pool.run(check_scales, *case, timeout_s=60)
+
+
+def test_the_scales_of_scratch_are_its_own(plain: Ranks) -> None:
+    plain.run(check_scales_of_scratch, timeout_s=60)
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_scratch_may_be_called_like_the_tensors_of_a_lookup(plain: Ranks, interpreted: Ranks, name: str) -> None:
+    for pool in (plain, interpreted):
+        pool.run(check_lookups, name, timeout_s=60)

@@ -34,7 +34,7 @@ from weft.checker.program import ScheduleError
 from weft.checker.ragged import RaggedCompiler, RaggedEffects
 from weft.checker.shapes import check_buffers
 from weft.checker.starvation import check_starvation, find_crowded_ranks
-from weft.checker.structure import Compiler, compile_schedule
+from weft.checker.structure import Compiler, check_counts, compile_schedule
 from weft.checker.walk import Walk
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
@@ -61,4 +61,5 @@ def check(schedule: Schedule) -> None:
     walk.run()
     if crowded:
         check_starvation(program, walk.sm_steps)
+    check_counts(program)
     check_room(program, spelled)

@@ -80,8 +80,8 @@ def compile_schedule(compiler: Compiler) -> CompiledSchedule:
 
 
 def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
-    """Check that every flag that a step waits for is signalled, and that one step waits for each flag that a kernel counts by
-    tiles."""
+    """Check that every flag that a step waits for is signalled, and that no two steps wait for a flag that a kernel
+    counts by tiles."""
     for number, (flag, owner, waiters) in enumerate(zip(program.flags, program.owners, program.waiters, strict=True)):
         missing = next((place for place, on_previous_call in waiters.items() if owner is None and not on_previous_call), None)
         if missing is not None:
@@ -89,6 +89,24 @@ def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
         if number in counted and len(waiters) > 1:
             others = " and ".join(program.where(*place) for place in waiters)
             raise ScheduleError(f"{flag} is counted by a kernel, but {others} wait for it; give each a flag of its own")
+
+
+def check_counts(program: CompiledSchedule) -> None:
+    """Check that a step waits for each flag that a kernel counts by tiles: the kernel adds to the word of that step.
+
+    It comes last, because a wait that was forgotten seldom has no other consequence, and the other checks say which.
+    """
+    for rank, lanes in enumerate(program.ops):
+        for index, ops in enumerate(lanes):
+            for position, op in enumerate(ops):
+                number = next(
+                    (each.counts for each in op.actions if each.counts >= 0 and not program.waiters[each.counts]), None
+                )
+                if number is not None:
+                    raise ScheduleError(
+                        f"{program.where(rank, index, position)}: it counts {program.flags[number]}, for which no step waits; "
+                        "let one step wait for it, or leave the count out"
+                    )
 
 
 def as_kernel(actions_of: Callable[[Any, Any], tuple[Action, ...]]) -> Callable[[Any, Any], Op]:

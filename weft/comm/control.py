@@ -69,6 +69,12 @@ class ControlSegment:
         """Return a segment that no other process maps."""
         return cls(SharedSegment("private", mmap.mmap(-1, CONTROL_BYTES)))
 
+    def copy(self) -> ControlSegment:
+        """Return a copy that no other process maps."""
+        made = ControlSegment.private()
+        made.segment.write_bytes(0, self.segment.read_bytes(0, CONTROL_BYTES))
+        return made
+
     entered, created, mapped, state = _Word(_ENTERED), _Word(1), _Word(2), _Word(_STATE)
     raised = _Word(6)
     """The number of errors that the rank has raised instead of calls since its last call."""

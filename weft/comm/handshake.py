@@ -38,7 +38,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from weft.compat.c10d import store_of
+from weft.compat.c10d import refusal_of_store, store_of
 from weft.core.errors import PeerLost, WaitTimeout
 
 _LOG = logging.getLogger("weft")
@@ -49,6 +49,9 @@ _ANSWER_S = 2.0
 """How long after its bound a rank waits for the store to answer."""
 _LOOKS_AT_OTHERS_S = 0.25
 """How often a waiting rank checks which ranks have arrived, and whether a rank has died."""
+_ASKS_FOR_STORE_S = 1.0
+"""If a rank has no connection to the store after 1 s, it checks whether there is a store. It waits twice as long before each
+further check, because torch's server can take 5 s to accept a connection, and each check makes one."""
 _MOST_ASKED_HZ = 3000
 """How often all ranks together ask the store, once they have waited for a while."""
 _RETRY_GRACE_S = 3.0
@@ -116,7 +119,8 @@ def handshake(group: dist.ProcessGroup, mine: Any, *, timeout_s: float, lost: Ca
     finally:
         if not attempt.concluded.is_set():
             attempt.given_up.set()
-            attempt.concluded.wait(2 * _ANSWER_S)
+            if attempt.connected:
+                attempt.concluded.wait(2 * _ANSWER_S)
     if attempt.values is not None:
         return attempt.values
     if attempt.lost is not None:
@@ -130,12 +134,17 @@ def handshake(group: dist.ProcessGroup, mine: Any, *, timeout_s: float, lost: Ca
 
 def _wait(attempt: _Attempt, timeout_s: float, lost: Callable[[], str]) -> str:
     """Wait until the attempt has ended, a rank is lost, or the bound is over. Return the text of `lost`. Warns once."""
-    began, warns_s, warned = time.monotonic(), min(WARNS_AFTER_S, timeout_s / 2), False
+    began, warns_s, warned, asks_s = time.monotonic(), min(WARNS_AFTER_S, timeout_s / 2), False, _ASKS_FOR_STORE_S
     while (left_s := began + timeout_s - time.monotonic()) > 0:
         if attempt.concluded.wait(min(_LOOKS_AT_OTHERS_S, left_s)):
             return ""
         if dead := lost() or attempt.raised:
             return dead
+        if not attempt.connected and time.monotonic() > began + asks_s:
+            asks_s *= 2
+            if refusal := attempt.refusal():
+                attempt.lost = ConnectionError(refusal)
+                return ""
         if not warned and time.monotonic() > began + warns_s + 0.1:
             who = attempt.missing or "the group's store has not answered"
             _LOG.warning("for %g s %s; did a rank raise an error? rank %d waits", warns_s, who, attempt.rank)
@@ -151,6 +160,7 @@ class _Attempt:
     values: the values of all ranks, if the handshake succeeded.
     missing: a sentence that names the ranks that had not arrived at the last check.
     raised: a sentence that names a rank that has raised an error instead of arriving.
+    connected: whether this rank has a connection to the store. Until then it has said nothing to other ranks.
     lost: the error of the store, if it failed.
     """
 
@@ -158,6 +168,7 @@ class _Attempt:
         self._group, self._mine = group, json.dumps(mine)
         self.rank, self.size = group.rank(), group.size()
         self.given_up, self.concluded = threading.Event(), threading.Event()
+        self.connected = False
         self.values: list[Any] | None = None
         self.lost: BaseException | None = None
         self.missing = self.raised = ""
@@ -168,7 +179,7 @@ class _Attempt:
         """Take part in generations until one is complete, or the attempt is given up."""
         try:
             self._link = _connect(self._group)
-            self._store = self._link.store
+            self._store, self.connected = self._link.store, True
             self._store.set(f"left/{self.rank}", "")
             while self.values is None and not self.given_up.is_set():
                 if not self._store.check([f"{self._link.generation}/end"]):
@@ -182,6 +193,10 @@ class _Attempt:
             _LINKS.setdefault(self._group, _Link()).store = None
         finally:
             self.concluded.set()
+
+    def refusal(self) -> str:
+        """Return why there is no store to connect to, or "" if that is not known."""
+        return refusal_of_store(self._group)
 
     def _take_part(self, generation: int) -> None:
         """Take part in a generation until it has ended. Sets `values` if it is complete."""

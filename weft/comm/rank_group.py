@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,7 @@ from weft.comm.relay import Relay
 from weft.comm.shared_memory import PREFIX, SharedSegment, remove_stale_segments, unlink
 from weft.comm.symmetric_heap import SymmetricHeap, make_heap
 from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
-from weft.compat.c10d import store_of
+from weft.compat.c10d import living_groups, store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 
 _REMEDIES = (
@@ -96,6 +96,24 @@ _CONSTRUCTION_LOCKS: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = Weak
 may use two groups in different orders."""
 
 
+_LIVING: WeakSet[RankGroup] = WeakSet()
+"""All RankGroups of this process."""
+_OF_PARENT: WeakSet[dist.ProcessGroup] = WeakSet()
+"""In a fork, the process groups of its parent. The connections that they use are the parent's."""
+_KEPT: list[Relay] = []
+"""In a fork, the relays of its parent. If they were freed, their connections would be closed."""
+
+
+def _leave_groups_to_parent() -> None:
+    """Make every group unusable in a fork, which shares its parent's memory and connections, and has none of its threads."""
+    _OF_PARENT.update(living_groups())
+    for rank_group in list(_LIVING):
+        rank_group._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_groups_to_parent)
+
+
 @atexit.register
 def _close_all() -> None:
     """Close all groups at exit, because the threads of a process group must not run when the interpreter ends."""
@@ -118,6 +136,32 @@ class FailGroupOnError(AbstractContextManager[None]):
             self._rank_group.fail(error)
 
 
+class Calling(AbstractContextManager[None]):
+    """A Calling is the context of everything that ranks of a group do in the same order. Only one thread may be in it.
+
+    A second one ends the group's calls with an error. If it waited for the first, another rank might let its threads come the
+    other way round, and the ranks would take one thread's rows for the other's.
+    """
+
+    __slots__ = ("_rank_group",)
+
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
+
+    def __enter__(self) -> None:
+        if not self._rank_group.lock.acquire(blocking=False):
+            raise self._rank_group.fail(
+                ValueError(
+                    f"group: thread {threading.current_thread().name} calls weft while a call of another thread of rank "
+                    f"{self._rank_group.rank} with the same process group has not ended; give each thread a group of its own "
+                    "(torch.distributed.new_group), or let the threads take turns, in the same order on every rank"
+                )
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._rank_group.lock.release()
+
+
 class RankGroup:
     """A RankGroup coordinates the ranks of `group`. Collective: every rank of the group constructs it.
 
@@ -135,6 +179,8 @@ class RankGroup:
     unraised: the failure, if results that were already returned are invalid and no call has raised the error yet.
     """
 
+    forked = False
+    """True in a fork of the rank's process."""
     _closed, _users = False, 0
     _errors = _errors_before = 0
     """The number of errors raised instead of a call: since the last call, and between the last two calls."""
@@ -161,7 +207,9 @@ class RankGroup:
     @staticmethod
     def publish_error_before_first_call(group: dist.ProcessGroup, error: Exception) -> None:
         """Publish that this rank raises `error` instead of the group's first call, as `publish_error_instead` does."""
-        if group.size() > 1 and dist.get_backend(group) != "fake" and not isinstance(error, WeftError):
+        if group in _OF_PARENT or isinstance(error, WeftError):
+            return
+        if group.size() > 1 and dist.get_backend(group) != "fake":
             handshake.publish_error_instead(group, kind_and_words(error, _ERROR_BYTES))
 
     def _add_user(self) -> RankGroup:
@@ -192,6 +240,11 @@ class RankGroup:
                 "group: its backend is 'fake', so there are no peers to exchange data with; use fake tensors for a dry run "
                 "(torch._subclasses.fake_tensor.FakeTensorMode), or gloo or NCCL for real tensors"
             )
+        if group in _OF_PARENT:
+            raise WeftError(
+                f"process {os.getpid()} is a fork of the process that made this process group: call weft there, or start "
+                "processes by spawn and give them a group of their own"
+            )
         self.group, self.name = group, group.group_name
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.calls = self._agreements = self._compared = 0
@@ -204,6 +257,7 @@ class RankGroup:
         self._relay: Relay | None = None
         self._rounds = 0
         self._heaps: dict[torch.device, SymmetricHeap] = {}
+        _LIVING.add(self)
         members = join(group, timeout_s)
         control, self.timeout_s = members.control, members.timeout_s
         try:
@@ -307,7 +361,7 @@ class RankGroup:
 
     def begin_agreed_call(self, number: int, *, awaits_peers: bool = False) -> None:
         """Begin a call that all ranks have agreed on before. It does not wait. awaits_peers: `await_same_call` comes next."""
-        if self._closed or self.broken or os.getpid() != self.pids[self.rank]:  # as `check_usable` asks, without its calls
+        if self._closed or self.broken:  # as `check_usable` asks, without its calls
             self.check_usable()
         self._log_call(number, awaits_peers=awaits_peers)
 
@@ -531,10 +585,26 @@ class RankGroup:
             return f"rank {peer}, on another node, has been silent for {self._measure_silence_s(peer):.0f} s"
         return f"rank {peer} has left the group" if state == CLOSED else f"rank {peer} (process {self.pids[peer]}) died"
 
-    @property
-    def forked(self) -> bool:
-        """Return whether this process is a fork of the rank's process. A fork must not write into shared memory."""
-        return os.getpid() != self.pids[self.rank]
+    def _leave_to_parent(self) -> None:
+        """Make this object unusable in a fork of the rank's process.
+
+        Whatever is called then, and from wherever, writes into copies of the shared memory, and raises an error where it waits.
+        """
+        self.forked = True
+        self.lock, self._failure_lock = threading.RLock(), threading.Lock()  # a thread of the parent may have held them
+        self._control = [control.copy() for control in self.__dict__.get("_control", ())]
+        if self._relay is not None:
+            _KEPT.append(self._relay)
+            self._relay = None
+        if not self._closed:
+            self.broken = WeftError(self._explain_fork())
+
+    def _explain_fork(self) -> str:
+        rank_process = self.__dict__.get("pids", {self.rank: os.getppid()})[self.rank]
+        return (
+            f"process {os.getpid()} is a fork of process {rank_process}, which is rank {self.rank} of this group: "
+            "call weft there, or start processes by spawn and give them a group of their own"
+        )
 
     def fail(self, error: BaseException) -> BaseException:
         """Publish why this rank cannot continue, and return `error`. If the rank has failed before, the first reason stays."""
@@ -631,8 +701,10 @@ class RankGroup:
         """Leave the group. Peers that wait for this rank get PeerLost. Not collective.
 
         The reference to the process group is dropped, because in a reference cycle its threads would run until the interpreter
-        ends.
+        ends. In a fork it does nothing.
         """
+        if self.forked:
+            return
         own = self._control[self.rank]
         own.state = {RUNNING: CLOSED, FAILED: NOTIFIED}.get(own.state, own.state)
         if self._relay:
@@ -645,16 +717,18 @@ class RankGroup:
             self._unregister()
         self.__dict__.pop("group", None)
 
+    @cached_property
+    def calling(self) -> Calling:
+        """The context of a call. It raises ValueError in a thread while another thread is in it."""
+        return Calling(self)
+
     def check_usable(self, remedies: tuple[str, str] = _REMEDIES) -> None:
         """Raise an error of the failure's type if this group has failed, was closed, or belongs to another process.
 
         remedies: the texts for a failed group and for a closed one.
         """
         if self.forked:
-            raise WeftError(
-                f"process {os.getpid()} is a fork of process {self.pids[self.rank]}, which is rank {self.rank} of this group: "
-                "call weft there, or start processes by spawn and give them a group of their own"
-            )
+            raise WeftError(self._explain_fork())
         if self._closed:
             raise WeftError(remedies[1])
         if self.broken:

@@ -6,19 +6,23 @@ groups of a rank, so ranks could disagree on its name, or on that of the caller'
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Container, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, TCPStore
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     PrefixStore,
     _get_process_group_store,
     _pg_map,
     _resolve_process_group,
 )
+
+_CONNECTS_S = 1.0
+"""How long a host may take to answer before nothing is known of it."""
 
 
 def store_of(group: dist.ProcessGroup, name: str) -> Any:
@@ -35,6 +39,25 @@ def store_of(group: dist.ProcessGroup, name: str) -> Any:
     return PrefixStore(name, own)
 
 
+def refusal_of_store(group: dist.ProcessGroup) -> str:
+    """Return why nothing takes connections at the address of the group's store: its host has ended. Return "" otherwise.
+
+    A clone of a store tries to connect for minutes, without a word. A store without an address is never refused.
+    """
+    store: Any = _get_process_group_store(group)
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return ""
+    try:
+        socket.create_connection((store.host, store.port), timeout=_CONNECTS_S).close()
+    except ConnectionRefusedError as error:
+        return f"{store.host}:{store.port}: {error.strerror}"
+    except OSError:
+        return ""
+    return ""
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return the backend that runs a group's collectives on a device. It has `abort`."""
     return group._get_backend(device)
@@ -42,6 +65,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 LIVING_GROUPS: Container[object] = _pg_map
 """The process groups that have not been destroyed."""
+
+
+def living_groups() -> list[dist.ProcessGroup]:
+    """Return the process groups that have not been destroyed."""
+    return list(_pg_map)
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -1,8 +1,9 @@
 """Machine: the numbers of a host with GPUs. Profiles are data files in weft/core/machines, each number with its source.
 
 Contract: a Machine that exists is complete. Every number is from 1e-12 to 1e15, so that times computed from them are finite;
-latencies and `stores.stall` may also be zero. `sources` says where each number is from: measured (with its date), a paper, a
-data sheet, or assumed. A file that lacks a number or a source, or has an unknown one, is refused with the name of the file and
+latencies and `stores.stall` may also be zero. Counts, such as SMs and the sides of tiles, are at most 65,536, because
+predictions have an entry for each. `sources` says where each number is from: measured (with its date), a paper, a data sheet,
+or assumed. A file that lacks a number or a source, or has an unknown one, is refused with the name of the file and
 of the field.
 
 Times are in microseconds, rates in 1e9 bytes/s (gbps) or 1e12 operations/s (tflops).
@@ -36,6 +37,27 @@ STORES_SHARE = 4
 """Communication blocks occupy at most a quarter of a small GPU's SMs."""
 LEAST, MOST = 1e-12, 1e15
 """Every number of a machine is within these bounds."""
+COUNTS = frozenset(
+    {
+        "world_size",
+        "gpu.sms",
+        "gpu.tiles",
+        "gpu.kernel_tiles",
+        "gpu.stored_tiles",
+        "gpu.tile_step",
+        "copies.engines",
+        "stores.sms",
+        "stores.sms_alone",
+        "kernels.sums",
+        "kernels.lookup_copy_bytes",
+        "network.sms",
+        "collective_sms",
+        *(f"collectives.{op}.world_size" for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")),
+    }
+)
+"""The numbers that count something. All other whole numbers are bytes, or extents of matrices."""
+MOST_COUNT = 1 << 16
+"""No machine has as many SMs or GPUs. Predictions take memory for each of them."""
 _NOTHING_US = 1e-3
 """The smallest time, in microseconds. Numbers must be above zero, and times count whole nanoseconds."""
 _PROFILES = Path(__file__).with_name("machines")
@@ -394,6 +416,8 @@ class Machine:
                 raise ValueError(f"{path} is {value!r}; it must be above zero")
             if value and not LEAST <= value <= MOST:
                 raise ValueError(f"{path} is {value!r}; it must be from {LEAST:g} to {MOST:g}")
+            if path in COUNTS and value > MOST_COUNT:
+                raise ValueError(f"{path} is {value!r}; it must be at most {MOST_COUNT}")
         self._check_tables()
         self._check_sources()
         taken = {"stores.sms": self.stores.sms, "stores.sms_alone": self.stores.sms_alone}

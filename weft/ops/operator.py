@@ -35,8 +35,10 @@ from weft.compat.dispatch import (
     observed,
     without_autocast,
 )
+from weft.compat.flop_counter import register_flops
 from weft.compat.tensors import tree_flatten, tree_leaves, tree_unflatten
 from weft.compat.thread_state import thread_state
+from weft.ops.flops import FORMULAS
 from weft.ops.schema import schema_of
 from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind
 from weft.runtime.calls import Call
@@ -77,6 +79,7 @@ class LibraryOperator:
         self.function: Any = type(f"weft_{name}", (_Recorded,), {})
         self.apply = apply_of(self.function)
         call_backward_directly(self.function)
+        self._flops = FORMULAS.get(name)
         self.dispatched = self.forward = self._define(name, schema)
         self.backward: Any = None
         if backward is not None:
@@ -88,7 +91,10 @@ class LibraryOperator:
         _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, self._kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         torch.library.register_fake(f"weft::{name}", lambda *flat: self._fake(*self._group_options(flat)), lib=_LIBRARY)
-        found: Function = getattr(torch.ops.weft, name).default
+        packet = getattr(torch.ops.weft, name)
+        if self._flops is not None:
+            register_flops(packet, self._flops)
+        found: Function = packet.default
         return found
 
     def __call__(self, *flat: Any) -> Any:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -64,6 +64,8 @@ Inputs = Mapping[str, Sequence[torch.Tensor]]
 Outputs = dict[str, list[torch.Tensor]]
 """The matrices of each output buffer by name."""
 NOTHING: Mapping[str, Sequence[torch.Tensor]] = {}
+ScratchName = tuple[str, Literal["elements", "scales"]]
+"""The name of a buffer, and which of its matrices is meant. Only buffers of FP8 elements have scales."""
 _ALIGN = 256
 
 
@@ -126,8 +128,11 @@ class BoundProgram(ABC):
 
     sms_for_kernels: int
     sms_for_pushes: int
+    _given: frozenset[str] = frozenset()
+    """The names of the caller's buffers. The caller's other tensors are never those of a buffer, whatever a schedule's author
+    has called its scratch."""
     _scale_names: Mapping[str, str] = {}
-    """The buffer of FP8 elements, by the name of its scales."""
+    """The caller's buffer of FP8 elements, by the name of its scales."""
 
     @property
     @abstractmethod
@@ -149,7 +154,9 @@ class BoundProgram(ABC):
         """True if its rehearsal may measure matmul algorithms, if the device has several."""
         self.last_used = 0
         """The number of the group's last call of this program. It is the same on every rank."""
-        self._scale_names = {scales_name(buffer.name): buffer.name for buffer in schedule.buffers if buffer.operand}
+        given = [buffer for buffer in schedule.buffers if buffer.kind in ("input", "output")]
+        self._given = frozenset(buffer.name for buffer in given)
+        self._scale_names = {scales_name(buffer.name): buffer.name for buffer in given if buffer.operand}
         self._outputs = [(each, self.dtype_of(each.name)) for each in schedule.buffers if each.kind == "output"]
         self.spans: list[Span] | None = None
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
@@ -295,7 +302,7 @@ class BoundProgram(ABC):
         """Return a matrix in a rank's data area."""
 
     @abstractmethod
-    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, name: ScratchName, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a local matrix, which has the same memory in every call."""
 
     @property
@@ -351,7 +358,7 @@ class BoundProgram(ABC):
         bindings = Bindings(dict(own.tensors), {}, dict(own.scales), own.scaling, own.buffers)
         for tensors in (inputs, outputs):
             for name, matrices in tensors.items():
-                if name in self.schedule.buffer:
+                if name in self._given:
                     bindings.bind(name, self.rank, *matrices)
                 elif name in self._scale_names:
                     bindings.scales[self._scale_names[name], self.rank] = matrices
@@ -365,7 +372,7 @@ class BoundProgram(ABC):
 
     def place_of(self, bindings: Bindings, name: str) -> tuple[dict[Any, Any], Any]:
         """Return the part of the bindings, and the key, that hold the caller's tensors of this name."""
-        if name in self.schedule.buffer:
+        if name in self._given:
             return bindings.tensors, (name, self.rank)
         if name in self._scale_names:
             return bindings.scales, (self._scale_names[name], self.rank)
@@ -380,11 +387,11 @@ class BoundProgram(ABC):
         for buffer in self.schedule.buffers:
             shared, dtype = (buffer.name, self.rank) in self.layout.offsets, self.dtype_of(buffer.name)
             if buffer.kind == "local" or (buffer.kind == "symmetric" and not shared):
-                matrix = self.scratch(buffer.name, buffer.rows[self.rank], buffer.cols[self.rank], dtype)
+                matrix = self.scratch((buffer.name, "elements"), buffer.rows[self.rank], buffer.cols[self.rank], dtype)
                 bindings.bind(buffer.name, self.rank, matrix)
                 if buffer.operand:
                     shape = self.scales_shape(buffer.name, self.rank)
-                    bindings.scales[buffer.name, self.rank] = [self.scratch(scales_name(buffer.name), *shape, torch.float32)]
+                    bindings.scales[buffer.name, self.rank] = [self.scratch((buffer.name, "scales"), *shape, torch.float32)]
             elif shared:
                 for rank in self.rank_group.ranks_on_node:
                     offset, rows, cols = self.layout.offsets[buffer.name, rank], buffer.rows[rank], buffer.cols[rank]

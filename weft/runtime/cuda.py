@@ -41,7 +41,7 @@ from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, Where, scales_name
-from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, scratch_bytes, with_fused_steps
+from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, ScratchName, scratch_bytes, with_fused_steps
 from weft.runtime.call_tensors import CallTensors, Issue
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_resources import CudaResources
@@ -108,7 +108,7 @@ class CudaProgram(BoundProgram):
             what = "this GPU" if given.problem.scaling is None else "weft"
             warn_once(f"schedule {schedule.name}: {what} has no kernel for its fused collective, so its steps run one by one")
         self.title = f"{schedule.problem.op} {spec(schedule.name, schedule.chunks)} of group {resources.rank_group.name}"
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._scratch: dict[ScratchName, torch.Tensor] = {}
         self._pieces: list[Allocation] = []
         try:
             self._set_up(schedule)
@@ -204,7 +204,7 @@ class CudaProgram(BoundProgram):
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self._area.view(rank, offset, rows, cols, dtype)
 
-    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, name: ScratchName, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         if name not in self._scratch:
             self._scratch[name] = torch.empty(rows, cols, dtype=dtype, device=self.resources.device)
         return self._scratch[name]
@@ -506,7 +506,7 @@ class CudaProgram(BoundProgram):
 
     def _layout_of(self, inputs: Inputs, outputs: Outputs) -> Hashable:
         """Return the layout of the matrices of a call, and torch's matmul settings. Lookups load their kernels themselves."""
-        known = {name: some for name, some in inputs.items() if name in self.schedule.buffer or name in self._scale_names}
+        known = {name: some for name, some in inputs.items() if name in self._given or name in self._scale_names}
         return settings(), layout_key(known, outputs)
 
     def _prepare_tables(self, bindings: Bindings) -> None:

@@ -55,6 +55,7 @@ class GroupState(Programs):
         super().__init__(RankGroup.acquire(group), GROUPS.values, GROUPS.remembered.drop_forgotten)
         self._resources_by_device: dict[torch.device, HostResources | CudaResources] = {}
         self._attached: dict[type, Any] = {}
+        self._attaching = threading.Lock()
         self._side: dict[torch.device, torch.cuda.Stream] = {}
         self._handed_out: list[Allocation] = []
 
@@ -75,7 +76,7 @@ class GroupState(Programs):
                 f"group is on nodes of {self.rank_group.nodes} ranks; peers can only write memory within one node; "
                 "use torch.empty, or pass a group within one node"
             )
-        with self.rank_group.lock, PLAIN, on_device(device):
+        with self.rank_group.calling, PLAIN, on_device(device):
             self.rank_group.agree_on_call(f"op: symmetric memory\nbytes: {nbytes}\ndevice: {device.type}")
             resources = self._resources_of(device)
             if isinstance(resources, CudaResources):
@@ -89,7 +90,7 @@ class GroupState(Programs):
 
     def exchange_numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """Return the number that each rank passes, by rank. Collective: hosts wait for each other."""
-        with self.rank_group.lock:
+        with self.rank_group.calling:
             return self.rank_group.agree_on_call(what, mine)
 
     def watched(self, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
@@ -102,7 +103,7 @@ class GroupState(Programs):
         common: what must be equal on all ranks, one line each.
         work: the function to run.
         """
-        with self.rank_group.lock, self.rank_group.fail_group_on_error():
+        with self.rank_group.calling, self.rank_group.fail_group_on_error():
             resources = self._resources_by_device.get(device)
             if isinstance(resources, CudaResources):
                 return resources.watchdog.watch(what, resources.current_stream(), work)
@@ -128,6 +129,7 @@ class GroupState(Programs):
 
     def wire(self) -> HostWire:
         """Return the channel for messages between the hosts of this group's ranks. Collective at its first use."""
+        self.rank_group.check_usable()
         resources = self._resources_of(torch.device("cpu"))
         assert isinstance(resources, HostResources)
         return resources.wire
@@ -157,7 +159,7 @@ class GroupState(Programs):
     def attached(self, kind: type[A], make: Callable[[], A]) -> A:
         """Return the object that another module attaches to this group. It is made at the first use, and closed with the
         group."""
-        with self.rank_group.lock:
+        with self._attaching:
             if kind not in self._attached:
                 self._attached[kind] = make()
             found: A = self._attached[kind]
@@ -225,7 +227,7 @@ class Groups:
             try:
                 call.schedule = automatic()
             except ValueError:
-                with state.rank_group.lock, state.rank_group.agree_on_value_errors():
+                with state.rank_group.calling, state.rank_group.agree_on_value_errors():
                     raise
         return state.make_call(call)
 

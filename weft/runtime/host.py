@@ -50,7 +50,7 @@ from weft.core.schedule import (
 )
 from weft.core.work import span
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.bound import BoundProgram, Inputs, Outputs
+from weft.runtime.bound import BoundProgram, Inputs, Outputs, ScratchName
 from weft.runtime.host_resources import INTERPRETED_BLOCKS, HostResources
 from weft.runtime.host_rows import HostRows
 from weft.runtime.launches import FactorScales, FlagOperations, IssuedCall, Launch
@@ -107,12 +107,13 @@ class HostProgram(BoundProgram):
         """Choose the lanes of blocks that run before all other lanes (`_run_lanes`).
 
         Triton interprets one kernel at a time in a process, so lanes of blocks whose pushes are kernels run first. A lane that
-        waits for a flag of this call cannot run first. Its pushes lose their kernels and are copied part by part.
+        waits for another lane of this call, or for peers, cannot run first. Its pushes lose their kernels and are copied part
+        by part. Flags of the previous call are there already: a call begins when all ranks have begun it.
         """
         late = {
             lane.name
             for lane in self.schedule.ranks[self.rank]
-            if lane.kind == "blocks" and any(not wait.on_previous_call for step in lane.steps for wait in waits(step))
+            if lane.kind == "blocks" and any(_waits_in_call(step) for step in lane.steps)
         }
         pushes = [place for place, kernel in self.kernels.items() if isinstance(kernel.where.step, Push)]
         for place in pushes:
@@ -224,7 +225,7 @@ class HostProgram(BoundProgram):
         assert self.resources.data is not None
         return self.resources.data.view(rank, offset, rows, cols, dtype)
 
-    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, name: ScratchName, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         return self.resources.scratch(name, rows, cols, dtype)
 
     def own_bindings(self) -> Bindings:
@@ -417,6 +418,11 @@ class HostProgram(BoundProgram):
             raise
         except BaseException as error:
             raise self.rank_group.fail(error) from None
+
+
+def _waits_in_call(step: Step) -> bool:
+    """Return whether a step waits for something that happens in the same call."""
+    return isinstance(step, (Collective, SendReceive)) or any(not wait.on_previous_call for wait in waits(step))
 
 
 def _quantise(src: Region, dst: Region, scaling: Scaling, bindings: Bindings, stream: int) -> None:

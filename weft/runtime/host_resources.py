@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -68,7 +68,7 @@ class HostResources:
         self.heap = heap
         self.data: HostAllocation | None = None
         self._wire: HostWire | None = None
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._scratch: dict[Hashable, torch.Tensor] = {}
         self._threads: dict[str, LaneThread] = {}
 
     def runs_kernels(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:
@@ -110,12 +110,12 @@ class HostResources:
             if outgrown is not None:
                 self.heap.free(outgrown)
 
-    def scratch(self, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a local matrix by this name. It has the same memory in each call, until a larger one is needed."""
+    def scratch(self, key: Hashable, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the local matrix with this key. It has the same memory in each call, until a larger one is needed."""
         nbytes = rows * cols * dtype.itemsize
-        if name not in self._scratch or self._scratch[name].numel() < nbytes:
-            self._scratch[name] = torch.empty(nbytes, dtype=torch.uint8)
-        return self._scratch[name][:nbytes].view(dtype).view(rows, cols)
+        if key not in self._scratch or self._scratch[key].numel() < nbytes:
+            self._scratch[key] = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[key][:nbytes].view(dtype).view(rows, cols)
 
     @property
     def wire(self) -> HostWire:

@@ -304,31 +304,38 @@ class Order:
             release_storage(reference)
         call.results = ()
 
+    def _list_pending(self, group: RankGroup) -> list[PendingCall]:
+        """Return the calls of a group that are not known to have ended."""
+        return [call for call in tuple(self._calls.get(group, ())) if not call.ended]
+
     def list_unfinished(self, group: RankGroup) -> list[PendingCall]:
         """Return the calls of a group that have not ended. If the device is lost, return all that are not known to have
         ended."""
-        calls = tuple(self._calls.get(group, ()))
+        calls = self._list_pending(group)
         try:
             return [call for call in calls if not self.has_ended(call)]
         except RuntimeError:
-            return list(calls)
+            return calls
 
-    def others(self, mine: RankGroup, what: str) -> str:
+    def others(self, mine: RankGroup, what: str, *, asks_driver: bool = True) -> str:
         """Return a text if calls of other groups are in flight with one that has not ended, or "" if there are none.
 
         what: the name of the call that has not ended.
+        asks_driver: whether the driver may be asked, which may not answer. Otherwise the calls count that the watchdogs have
+            not seen end.
         """
-        names = ", ".join(self._in_flight(mine))
+        names = ", ".join(self._in_flight(mine, asks_driver=asks_driver))
         return names and (
             f"{what} has not ended, and on the same GPU {names} is in flight: every rank has to call the programs of "
             "groups that share its GPU in the same order"
         )
 
-    def _in_flight(self, but: RankGroup | None = None) -> list[str]:
+    def _in_flight(self, but: RankGroup | None = None, *, asks_driver: bool = True) -> list[str]:
         """Return the name of the oldest call of each group that has not ended. but: a group to skip."""
         with self._listing:
             groups = [group for group in self._calls if group is not but]
-        oldest = [next(iter(self.list_unfinished(group)), None) for group in groups]
+        list_of = self.list_unfinished if asks_driver else self._list_pending
+        oldest = [next(iter(list_of(group)), None) for group in groups]
         return [call.what for call in oldest if call is not None]
 
     # One thread at a time.

@@ -125,7 +125,7 @@ class Programs:
         It runs in PLAIN mode whatever mode the caller is in, because lanes on other threads write to the tensors, and scratch
         outlives the mode. The tensors' GPU need not be the current device.
         """
-        with self.rank_group.lock, on_device(call.device) if call.device.type == "cuda" else nullcontext():
+        with self.rank_group.calling, on_device(call.device) if call.device.type == "cuda" else nullcontext():
             try:
                 return self._make_call(call)
             except PeerLost:
@@ -370,7 +370,7 @@ class Programs:
 
     def forget(self, programs: Collection[BoundProgram]) -> None:
         """Close programs that are not in graphs, and free their memory. Collective, with the same programs on every rank."""
-        with self.rank_group.lock:
+        with self.rank_group.calling:
             mine = [program for program in self.bound() if program in programs]
             held = self.in_graphs(mine)
             for program in mine:

@@ -256,4 +256,8 @@ class Watchdog:
         asking = threading.Thread(target=ask, name=f"weft-asks-{self.rank_group.rank}", daemon=True)
         asking.start()
         asking.join(_ASK_S)
-        return found[0] if found else "it is unknown what a call waits for, because the driver does not answer"
+        if found:
+            return found[0]
+        # A thread that has filled a stream, or loads a kernel, keeps the driver from answering. What is pending is still known.
+        unanswered = f"{call.what} has not ended; the driver does not answer, so it is unknown which of its steps waits"
+        return "\n".join(filter(None, (unanswered, self._order.others(self.rank_group, call.what, asks_driver=False))))

@@ -123,7 +123,7 @@ class Peers:
         if math.prod(shape) * dtype.itemsize >= 1 << 63:
             raise ValueError(f"shape is {shape}, of {dtype}; no memory has 2^63 bytes")
         name = name or f"tensor {self._made}"
-        with self._rank_group.lock:
+        with self._rank_group.calling:
             self._enter(f"call: symmetric tensor\nname: {name}\nshape: {shape}\ndtype: {dtype}")
             made = self._allocate(name, shape, dtype)
             self._tensors.append(made)
@@ -136,7 +136,7 @@ class Peers:
         if self._ended_well:
             raise WeftError(_CLOSED)
         self._rank_group.check_usable(_REMEDIES)
-        with self._rank_group.lock:
+        with self._rank_group.calling:
             self._rank_group.agree_on_call(text, within_s=self._host_timeout_s)
 
     def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
