@@ -77,6 +77,7 @@ class Rank(FakeProgram):
         self.resources = SimpleNamespace(
             device=device, driver=self.driver, stream=self._stream, aside=FakeStream(SIDE), words=self._words
         )
+        self._given = frozenset(one.name for one in self.schedule.buffers if one.kind in ("input", "output"))
         lanes = self.schedule.ranks[rank]
         self.streams = LaneStreams(cast(Any, self.resources), lanes, frozenset())
         self.products = {lane.name: Products(device) for lane in lanes}
