@@ -150,13 +150,7 @@ class Calling(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         if not self._rank_group.lock.acquire(blocking=False):
-            raise self._rank_group.fail(
-                ValueError(
-                    f"group: thread {threading.current_thread().name} calls weft while a call of another thread of rank "
-                    f"{self._rank_group.rank} with the same process group has not ended; give each thread a group of its own "
-                    "(torch.distributed.new_group), or let the threads take turns, in the same order on every rank"
-                )
-            )
+            raise self._rank_group.refuse_thread()
 
     def __exit__(self, *_: object) -> None:
         self._rank_group.lock.release()
@@ -716,6 +710,16 @@ class RankGroup:
         with _GROUPS_LOCK:
             self._unregister()
         self.__dict__.pop("group", None)
+
+    def refuse_thread(self) -> BaseException:
+        """Fail the group because this thread calls while another one does. Return the error for this thread."""
+        return self.fail(
+            ValueError(
+                f"group: thread {threading.current_thread().name} calls weft while a call of another thread of rank "
+                f"{self.rank} with the same process group has not ended; give each thread a group of its own "
+                "(torch.distributed.new_group), or let the threads take turns, in the same order on every rank"
+            )
+        )
 
     @cached_property
     def calling(self) -> Calling:

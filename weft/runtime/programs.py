@@ -125,12 +125,17 @@ class Programs:
         It runs in PLAIN mode whatever mode the caller is in, because lanes on other threads write to the tensors, and scratch
         outlives the mode. The tensors' GPU need not be the current device.
         """
-        with self.rank_group.calling, on_device(call.device) if call.device.type == "cuda" else nullcontext():
-            try:
+        lock = self.rank_group.lock  # taken as by `calling`, which would be two more frames in each call
+        if not lock.acquire(blocking=False):
+            raise self.rank_group.refuse_thread()
+        try:
+            with on_device(call.device) if call.device.type == "cuda" else nullcontext():
                 return self._make_call(call)
-            except PeerLost:
-                self.raise_cut()
-                raise
+        except PeerLost:
+            self.raise_cut()
+            raise
+        finally:
+            lock.release()
 
     def _make_call(self, call: Call) -> tuple[KnownCall, Outputs]:
         with PLAIN:
