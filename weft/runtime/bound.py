@@ -128,6 +128,8 @@ class BoundProgram(ABC):
 
     sms_for_kernels: int
     sms_for_pushes: int
+    ragged: RaggedKernels | None = None
+    """The state that the kernels of a call with splits share, on devices that run kernels."""
     _given: frozenset[str] = frozenset()
     """The names of the caller's buffers. The caller's other tensors are never those of a buffer, whatever a schedule's author
     has called its scratch."""
@@ -162,8 +164,6 @@ class BoundProgram(ABC):
         self._reached: Mapping[str, Sequence[torch.Tensor]] = NOTHING
         self._invalidated: Sequence[torch.Tensor] = ()
         self._resources = resources
-        self.ragged: RaggedKernels | None = None
-        """The state that the kernels of a call with splits share."""
         self.refused: ValueError | None = None
         """The error that all ranks raise once the call has ended."""
         self._signal_values = signal_values(self)
