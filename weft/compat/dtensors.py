@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_global_tensor_info
 
 MOST_URGENT = 2**63
 """A sequence number that is higher than that of any node of a forward pass."""
@@ -32,8 +31,22 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
 
 def differentiable_dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     """Do as `dtensor_of`, for a tensor with any strides, or with gradients."""
-    _, strides = compute_global_tensor_info(local, spec.mesh, spec.placements)
-    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=tuple(strides))
+    strides = strides_like(local, spec.shape)
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=strides)
+
+
+def strides_like(local: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the strides of a dense tensor of this shape whose dimensions lie in memory in the order of those of `local`.
+
+    They are what a DTensor of that shape states, so that its views succeed exactly where those of its parts do. Parts need not
+    be even, so they do not follow from the strides of one part and the number of ranks.
+    """
+    if local.is_contiguous():
+        return torch.empty(tuple(shape), device="meta").stride()
+    steps = local.stride()
+    order = sorted(range(local.dim()), key=lambda dim: (-steps[dim], dim))
+    found = torch.empty([shape[dim] for dim in order], device="meta").stride()
+    return tuple([found[order.index(dim)] for dim in range(local.dim())])
 
 
 def run_first(node: Any) -> None:
