@@ -75,6 +75,18 @@ class ColumnsOut:
 
 
 @dataclass(frozen=True)
+class LogitsOut:
+    """Makes a head's logits a DTensor that is sharded by the vocabulary while gradients are recorded. Gathers them otherwise,
+    because code that generates takes no DTensor."""
+
+    mesh: DeviceMesh
+
+    def __call__(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        recorded = torch.is_grad_enabled()
+        return ColumnsOut(self.mesh, Shard(-1) if recorded else Replicate(), not recorded)(module, args, out)
+
+
+@dataclass(frozen=True)
 class ColumnsIn:
     """Cuts a row-sharded linear's input, which has all columns on every rank, to this rank's columns. The gradient is
     gathered."""
