@@ -441,6 +441,7 @@ def _refused() -> list[str]:
         lambda: weft.parallelize(Around(tiny("llama")), mesh()),
         lambda: weft.parallelize(_without_norm(), mesh()),
         lambda: weft.parallelize(_with_a_layers_norm(), mesh()),
+        lambda: weft.parallelize(tiny("mixtral"), mesh(), experts=weft.ExpertParallel(gradients="mean")),
     ):
         try:
             attempt()
@@ -463,6 +464,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "model is Around around LlamaForCausalLM, which has no layers of its own; pass the model of transformers",
         "model has a LlamaModel without a norm after its layers, before which tokens become whole again; put an nn.Identity",
         "model has a LlamaModel whose norm is also one of its layers'; give it one of its own: copy.deepcopy(model.norm)",
+        "experts has gradients='mean', but all ranks of the mesh have one loss",
     ]
     for messages in ranks(2).run(_refused):
         assert [text[: len(start)] for text, start in zip(messages, expected, strict=True)] == expected, messages

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import RankFixture
-from test_styles import SCHEDULE, TORCH, Inner, Tensor, assert_close, block, drawn, gradients, mesh, mine, wefts
+from test_styles import SCHEDULE, TORCH, Inner, Tensor, assert_close, block, drawn, gradients, mesh, mine, wefts, whole
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -76,3 +78,28 @@ def _one_token() -> None:
 
 def test_a_token_without_a_dimension_for_it(ranks: RankFixture) -> None:
     ranks(2).run(_one_token)
+
+
+def _errors_of_biases() -> dict[str, float]:
+    """The largest error of a row linear's bias gradient in bfloat16, by whose style, relative to torch's in float32."""
+    ranks, found = dist.get_world_size(), {}
+    x, scale = drawn(2, 96 * ranks, 24, seed=1), drawn(2, 96 * ranks, 12, seed=2)
+    whole_gradient = scale.bfloat16().double().sum((0, 1))
+    for name, kind in (("torch", RowwiseParallel), ("weft", weft.RowwiseParallel)):
+        torch.manual_seed(0)
+        linear: Any = parallelize_module(nn.Linear(24, 12), mesh(), kind(output_layouts=Shard(1)))
+        with torch.autocast("cpu", torch.bfloat16):
+            out = linear(x.chunk(ranks, -1)[dist.get_rank()])
+        assert out.dtype == torch.bfloat16
+        out.backward(scale.chunk(ranks, 1)[dist.get_rank()].bfloat16())
+        error = (whole(linear.bias.grad).double() - whole_gradient).abs().max() / whole_gradient.abs().max()
+        found[name] = error.item()
+    return found
+
+
+def test_a_row_linears_bias_is_summed_before_it_is_rounded(ranks: RankFixture) -> None:
+    """Its gradient is a sum over rows and ranks in the parameter's dtype, float32, of gradients in autocast's."""
+    for world_size in (2, 3):
+        for errors in ranks(world_size).run(_errors_of_biases):
+            assert errors["weft"] < 1e-6, errors
+            assert errors["weft"] <= errors["torch"], errors

@@ -314,7 +314,7 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         "method is nccl+ctas=8; ctas needs a GPU",
         "method is 'fast'; use auto, sequential",
         "module is a DistributedDataParallel already",
-        "module has DTensors (0.weight), which DistributedDataParallel does not take; for tensor and data",
+        "module has DTensors (0.weight); for tensor and data parallelism pass device_mesh=mesh['dp']",
         "model has no module of fully_shard's",
         "method is 'nccl+priority'; priority is not supported here",
         "method is 'sequential', but fully_shard overlaps by itself, by NCCL; use auto",

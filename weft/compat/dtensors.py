@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_global_tensor_info
 
 MOST_URGENT = 2**63
 """A sequence number that is higher than that of any node of a forward pass."""
@@ -32,8 +33,63 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
 
 def differentiable_dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     """Do as `dtensor_of`, for a tensor with any strides, or with gradients."""
-    _, strides = compute_global_tensor_info(local, spec.mesh, spec.placements)
-    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=tuple(strides))
+    strides = strides_like(local, spec.shape)
+    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=strides)
+
+
+def strides_like(local: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the strides of a dense tensor of this shape whose dimensions lie in memory in the order of those of `local`.
+
+    They are what a DTensor of that shape states, so that its views succeed exactly where those of its parts do. Parts need not
+    be even, so they do not follow from the strides of one part and the number of ranks.
+    """
+    if local.is_contiguous():
+        return torch.empty(tuple(shape), device="meta").stride()
+    steps = local.stride()
+    order = sorted(range(local.dim()), key=lambda dim: (-steps[dim], dim))
+    found = torch.empty([shape[dim] for dim in order], device="meta").stride()
+    return tuple([found[order.index(dim)] for dim in range(local.dim())])
+
+
+def reduce_found_infs() -> None:
+    """Make a GradScaler exchange an inf over all dimensions of meshes along which some gradient differs between ranks.
+
+    torch (2.13) exchanges it along those of the first gradient alone. If that is whole on every rank, as the gradient of a norm
+    whose sum weft has made, only the rank that found the inf would skip the step. This puts a function around torch's, in the
+    table from operators to functions that DTensor keeps in the process. Calling it again changes nothing.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    torchs = handlers.get(operator)
+    if torchs is not None and not isinstance(torchs, _FoundInfs):
+        handlers[operator] = _FoundInfs(torchs)
+
+
+@dataclass(frozen=True)
+class _FoundInfs:
+    """torchs: unscales gradients, which are DTensors, and exchanges found_inf by the layout of the first one."""
+
+    torchs: Callable[..., None]
+
+    def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.torchs(operator, args, kwargs)
+        (first, *others), found_inf = args[0], args[1]
+        for mesh, dim in dict.fromkeys(place for grad in others for place in _where_it_differs(grad)):
+            if (mesh, dim) not in _where_it_differs(first):
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+
+
+def _where_it_differs(grad: torch.Tensor) -> list[tuple[Any, int]]:
+    """Return the dimensions of a DTensor's mesh along which ranks have different parts of it."""
+    if not isinstance(grad, DTensor):
+        return []
+    spec = spec_of(grad)
+    return [(spec.mesh, dim) for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
+
+
+def is_part_of_a_mesh(mesh: Any) -> bool:
+    """Return whether a mesh is a slice of a larger one. DistributedDataParallel takes DTensors only with such a mesh."""
+    return bool(mesh._get_root_mesh() != mesh)
 
 
 def run_first(node: Any) -> None:

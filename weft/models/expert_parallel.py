@@ -42,6 +42,11 @@ class ExpertParallel(ParallelStyle):
     later call on GPUs. Parameters of experts become DTensors with Shard(0), and their gradients are sums over the tokens of all
     ranks. All other parameters, such as the router's, are unchanged, and their gradients are of this rank's tokens only.
 
+    gradients: "sum" leaves the experts' gradients as sums over the losses of all ranks. It is right if these add up to the
+    loss, and in weft.parallelize. "mean" divides them by the number of ranks. It is right if the loss is the mean of the ranks'
+    losses, as in data parallelism, where something else (fully_shard) averages the gradients of all other parameters over the
+    same ranks.
+
     capacity: limits the rows that a rank receives to capacity x S. S is the number of rows (tokens times top k) of the rank
     with the most tokens, padded to a bucket; with max_tokens it is max_tokens times top k. Rows beyond the limit are left out,
     and a ValueError says so, on GPUs in a later call. With None every row fits.
@@ -60,7 +65,12 @@ class ExpertParallel(ParallelStyle):
     """
 
     def __init__(
-        self, *, capacity: float | None = None, max_tokens: int | None = None, float8: Literal["blockwise"] | None = None
+        self,
+        *,
+        capacity: float | None = None,
+        max_tokens: int | None = None,
+        float8: Literal["blockwise"] | None = None,
+        gradients: Literal["sum", "mean"] = "sum",
     ) -> None:
         super().__init__()
         if capacity is not None and not (isinstance(capacity, (int, float)) and 0 < capacity < float("inf")):
@@ -69,7 +79,9 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"max_tokens is {max_tokens!r}; it must be a whole number above 0, or None for any number")
         if float8 not in (None, "blockwise"):
             raise ValueError(f"float8 is {float8!r}; it must be 'blockwise', or None")
-        self.float8 = float8
+        if gradients not in ("sum", "mean"):
+            raise ValueError(f"gradients is {gradients!r}; it must be 'sum' or 'mean'")
+        self.float8, self.gradients = float8, gradients
         self.limits = ExpertLimits(capacity=capacity, max_tokens=max_tokens)
 
     def check(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -91,6 +103,7 @@ class ExpertParallel(ParallelStyle):
             weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_limits"] = self.limits
+        experts.__dict__["_weft_divisor"] = device_mesh.size() if self.gradients == "mean" else 1
         experts.__dict__["_weft_float8"] = None if self.float8 is None else _Float8Weights()
         experts.__class__ = _spread_class(cast(Any, type(experts)))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
@@ -104,6 +117,9 @@ class _Apart(nn.Module):
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         weights = cast(DTensor, self.gate_up_proj), cast(DTensor, self.down_proj)
         into, out = (weight.to_local() for weight in weights)
+        divisor = self.__dict__["_weft_divisor"]
+        if divisor > 1:
+            into, out = _DividedGradient.apply(into, divisor), _DividedGradient.apply(out, divisor)  # type: ignore[no-untyped-call]
         if not getattr(self, "is_transposed", False):
             into, out = into.transpose(1, 2), out.transpose(1, 2)
         # The decorator of transformers' experts sets has_bias, and their code skips an index of num_experts.
@@ -120,6 +136,22 @@ class _Apart(nn.Module):
             found = run_float8_experts_on_ranks(hidden_states, routing, top_k_weights, into, out, act, group, limits)
         self.__dict__["_weft_ran"].record(_OPERATORS, routing.order.shape[0], eager=not torch.compiler.is_compiling())
         return found
+
+
+class _DividedGradient(torch.autograd.Function):
+    """Returns a tensor, with its gradient divided by a number."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, divisor: int) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.divisor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] / ctx.divisor, None
 
 
 def _refuse_gradients(*tensors: torch.Tensor) -> None:

@@ -64,9 +64,26 @@ class ColumnsOut:
         if self.layout.is_replicate() and self.plain:
             return gathered(out, self.mesh.get_group(), -1, module.out_features)
         shape = (*out.shape[:-1], module.out_features)
-        found = as_dtensor(out, self.mesh, Shard(out.dim() - 1), shape).redistribute(self.mesh, [self.layout])
-        # torch 2.11 returns moved tensors with other strides, on which views in the model's code fail.
-        return found.to_local().contiguous() if self.plain else found
+        # The operators return several sequences with the tokens outermost in memory. A DTensor is contiguous, as torch's.
+        found = as_dtensor(out.contiguous(), self.mesh, Shard(out.dim() - 1), shape)
+        if self.layout == Shard(-1):
+            return found
+        moved = found.redistribute(self.mesh, [self.layout])
+        # torch returns uneven parts, and in 2.11 all moved tensors, with other strides, on which views fail.
+        part = moved.to_local().contiguous()
+        return part if self.plain else as_dtensor(part, self.mesh, moved.placements[0], shape)
+
+
+@dataclass(frozen=True)
+class LogitsOut:
+    """Makes a head's logits a DTensor that is sharded by the vocabulary while gradients are recorded. Gathers them otherwise,
+    because code that generates takes no DTensor."""
+
+    mesh: DeviceMesh
+
+    def __call__(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        recorded = torch.is_grad_enabled()
+        return ColumnsOut(self.mesh, Shard(-1) if recorded else Replicate(), not recorded)(module, args, out)
 
 
 @dataclass(frozen=True)
@@ -104,18 +121,20 @@ class RowsIn:
 class TokensOut:
     """Makes a module's output, which is sharded by tokens, a DTensor.
 
+    contiguous: copy an output whose tokens are outermost in memory. Otherwise the DTensor has its strides.
     last: what the last output was, and the layout of its DTensor.
     """
 
     mesh: DeviceMesh
     layout: Placement
     tokens: Tokens
+    contiguous: bool
     last: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         dim, total = self.tokens.dim, self.tokens.total
         if not (not torch.compiler.is_compiling() and out.is_contiguous()):
-            return self._whole(out, dim, total)
+            return self._whole(out.contiguous() if self.contiguous else out, dim, total)
         kind = out.shape, out.dtype, dim, total
         spec = self.last.get(kind)
         if spec is None:

@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.compat.dispatch import observed
+from weft.compat.dtensors import reduce_found_infs, strides_like
 from weft.core.problem import split
 from weft.models import quantised
 from weft.models.communicating import LayerCalls
@@ -231,8 +232,8 @@ class RowLinear(nn.Linear):
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
-    """Return this rank's part as a DTensor of that shape, whose parts need not be even."""
-    strides = torch.empty(shape, device="meta").stride()
+    """Return this rank's part as a DTensor of that shape, whose parts need not be even, with the strides of its part."""
+    strides = strides_like(mine, shape)
     return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
 
 
@@ -269,6 +270,7 @@ class Distributor:
 
     def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         self.mesh, self.src_data_rank = mesh, src_data_rank
+        reduce_found_infs()
         self._distributed: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:

@@ -44,7 +44,7 @@ from weft.models.communicating import CommunicatingLayer, record_layer
 from weft.models.decoder_tokens import DecoderTokens
 from weft.models.expert_parallel import ExpertParallel
 from weft.models.inputs import Announce
-from weft.models.layouts import ColumnsIn, ColumnsOut
+from weft.models.layouts import ColumnsIn, ColumnsOut, LogitsOut
 from weft.models.linear import Distributor, InputHook, Tokens, make_column_linears, make_row_linear, why_not_linear
 from weft.models.moves import CutIfMany, evenly, noting_tokens, placed
 from weft.models.products import ProductSettings
@@ -79,6 +79,7 @@ def parallelize(
     few_tokens: int = FEW_TOKENS,
     keep_gathered: bool = True,
     experts: ParallelStyle | None = None,
+    sharded_logits: bool = False,
     src_data_rank: int | None = 0,
 ) -> M:
     """Shard a transformers model over a mesh's ranks, in place. Its linears communicate by weft's operators.
@@ -94,6 +95,9 @@ def parallelize(
             them again in the backward pass.
         experts: a style for blocks of experts whose input and output have as many tokens on each rank (weft.ExpertParallel()).
             Without one, experts run whole on every rank. GPT-OSS's must, because they have biases.
+        sharded_logits: while gradients are recorded, logits are a DTensor [B, S, vocabulary] that is sharded by the vocabulary,
+            so no rank has all of them. Compute the loss, and call backward, under torch's loss_parallel(). Without gradients,
+            as in generate, logits are gathered. With False they always are.
         src_data_rank: as for parallelize_module: the rank whose values are used, or None if all ranks have the same, or none
             yet.
 
@@ -103,8 +107,8 @@ def parallelize(
     transformers keeps in FP8 (its FP8Linear and CompressedTensorsFP8Linear) stay in FP8, for inference; their weights and
     scales are cut together. With dropout, all ranks need the same seed, so that whole parts compute the same on each.
     Parameters become DTensors under their old names. weft.overlap_report(model) says what is overlapped. Raises ValueError for
-    another model or mesh, if nothing can be sharded, if a linear of FP8 would be cut within a block of scales, or if `experts`
-    refuses a block. The model is then unchanged.
+    another model or mesh, if nothing can be sharded, if a linear of FP8 would be cut within a block of scales, if `experts`
+    refuses a block, or if the head of sharded logits is missing or has to be whole. The model is then unchanged.
     """
     shard(
         model,
@@ -113,6 +117,7 @@ def parallelize(
         few_tokens=few_tokens,
         keep_gathered=keep_gathered,
         experts=experts,
+        sharded_logits=sharded_logits,
         src_data_rank=src_data_rank,
     )
     declare_tensor_parallel(model, mesh)
@@ -128,6 +133,7 @@ def shard(
     keep_gathered: bool,
     experts: ParallelStyle | None,
     src_data_rank: int | None,
+    sharded_logits: bool = False,
 ) -> None:
     """Do what `parallelize` does, but do not mark the model as one that transformers has sharded."""
     decoder = _checked_decoder(model, mesh)
@@ -139,13 +145,16 @@ def shard(
     within = _Within(mesh, decoder.config, settings, Distributor(mesh, src_data_rank), tokens, experts, names)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     whole = within.check(model, decoder, embedding, head)
+    if sharded_logits and (head is None or head in whole):
+        why = "model has no head" if head is None else f"its head runs whole on every rank: {whole[head]}"
+        raise ValueError(f"sharded_logits is {sharded_logits!r}, but {why}; leave sharded_logits out")
     if experts is not None:
         experts.src_data_rank = src_data_rank
         decoder.register_forward_pre_hook(_no_router_logits, with_kwargs=True)
     within.ends(decoder)
     for layer in dict.fromkeys(decoder.layers):
         within.layer(layer, whole)
-    within.embeddings(embedding, head, whole)
+    within.embeddings(embedding, head, whole, sharded_logits)
     within.rest(model, decoder)
     merge_whole_weights(model)
 
@@ -191,6 +200,8 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
 def _check_options(mesh: DeviceMesh, experts: object, src_data_rank: int | None) -> None:
     if experts is not None:
         require("experts", experts, ParallelStyle, "use an instance of a style, weft.ExpertParallel()")
+        if isinstance(experts, ExpertParallel) and experts.gradients != "sum":
+            raise ValueError(f"experts has gradients={experts.gradients!r}, but all ranks of the mesh have one loss: use 'sum'")
     if src_data_rank is not None and src_data_rank not in range(mesh.size()):
         raise ValueError(f"src_data_rank is {src_data_rank!r}; use a rank of the mesh, 0 to {mesh.size() - 1}, or None")
 
@@ -410,7 +421,9 @@ class _Within:
         )
         record_layer(norm, CommunicatingLayer(reason="its input is gathered: no matmul follows in every call"))
 
-    def embeddings(self, embedding: nn.Module, head: nn.Module | None, whole: Mapping[nn.Module, str]) -> None:
+    def embeddings(
+        self, embedding: nn.Module, head: nn.Module | None, whole: Mapping[nn.Module, str], sharded_logits: bool
+    ) -> None:
         """Shard the embedding and the head by the vocabulary, also if they share one parameter."""
         if embedding in whole:
             replicate(embedding, self.distribute, never, self.region)
@@ -423,7 +436,8 @@ class _Within:
                 CommunicatingLayer(reason="its output is summed: weft has no operator for a lookup and an all-reduce"),
             )
         if head is not None:
-            shard_head(head, whole.get(head, ""), self.settings, self.distribute, self.region)
+            why = whole.get(head, "")
+            shard_head(head, why, self.settings, self.distribute, self.region, sharded_logits=sharded_logits)
 
     def rest(self, model: nn.Module, decoder: nn.Module) -> None:
         """Make all remaining parameters whole on every rank. The model and its decoder may read parameters of their
@@ -435,8 +449,20 @@ class _Within:
             enter(module, self.region)
 
 
-def shard_head(head: nn.Module, why: str, settings: ProductSettings, distribute: Distributor, region: ParameterReaders) -> None:
-    """Shard a model's head by the vocabulary, and gather its logits. why: the reason to run it whole on every rank, or ""."""
+def shard_head(
+    head: nn.Module,
+    why: str,
+    settings: ProductSettings,
+    distribute: Distributor,
+    region: ParameterReaders,
+    *,
+    sharded_logits: bool = False,
+) -> None:
+    """Shard a model's head by the vocabulary, and gather its logits.
+
+    why: the reason to run it whole on every rank, or "".
+    sharded_logits: gather them only where no gradients are recorded.
+    """
     if why:
         record_layer(head, CommunicatingLayer(reason=f"runs whole on every rank: {why}"))
         replicate(head, distribute, never, region)
@@ -444,8 +470,13 @@ def shard_head(head: nn.Module, why: str, settings: ProductSettings, distribute:
     linear = cast(nn.Linear, head)
     shared = make_column_linears([linear], Tokens(), settings, distribute)
     record_layer(linear, describe_columns(shared, Replicate()))
-    record_layer(linear, CommunicatingLayer(reason="its logits are gathered, so that every rank has all"))
-    linear.register_forward_hook(ColumnsOut(distribute.mesh, Replicate(), True))
+    if sharded_logits:
+        linear.register_forward_hook(LogitsOut(distribute.mesh))
+        said = "its logits are gathered where no gradients are recorded, because sharded_logits=True"
+    else:
+        linear.register_forward_hook(ColumnsOut(distribute.mesh, Replicate(), True))
+        said = "its logits are gathered, so that every rank has all"
+    record_layer(linear, CommunicatingLayer(reason=said))
     gathered_for_others(linear, region)
 
 

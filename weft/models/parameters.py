@@ -281,6 +281,17 @@ def kept_parameter(module: nn.Module, name: str) -> ModuleParameter:
     return found
 
 
+def held_parameter(module: nn.Module, name: str) -> Tensor:
+    """Return the parameter, or the tensor that torch has set in its place, as DistributedDataParallel does.
+
+    Raises AttributeError if there is neither, because a parametrization computes it.
+    """
+    held = module._parameters if name in module._parameters else module.__dict__
+    if name not in held:
+        raise AttributeError(f"{type(module).__name__} has no parameter {name}")
+    return cast(Tensor, held[name])
+
+
 def part_of(module: nn.Module, name: str, *, eager: bool, summed: bool = False) -> Tensor:
     """Return this rank's part of a parameter.
 
@@ -288,8 +299,8 @@ def part_of(module: nn.Module, name: str, *, eager: bool, summed: bool = False) 
     summed: sum its gradient over the ranks.
     """
     parameter = module._parameters.get(name)
-    if parameter is None:  # a parametrization computes it
-        parameter = getattr(module, name)
+    if parameter is None:  # a parametrization computes it, or torch has set a tensor in its place
+        parameter = module.__dict__[name] if name in module.__dict__ else getattr(module, name)
     elif eager:
         known: ModuleParameter = module.__dict__[_PARAMETERS][name]
         return known.summed(parameter) if summed else known.part(parameter)

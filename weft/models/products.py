@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,31 @@ def columns(
 
 def with_biases(outs: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
     """Return each product plus its bias."""
-    return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
+    return [out if bias is None else _with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
+
+
+def _with_bias(out: Tensor, bias: Tensor) -> Tensor:
+    if bias.dtype == out.dtype:
+        return out + bias
+    found: Tensor = _AddBias.apply(out, bias)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _AddBias(torch.autograd.Function):
+    """Adds a bias of a wider dtype, as under autocast. Its gradient is summed over rows, and then over ranks, in that dtype.
+    A cast of the bias would round the sum over this rank's rows."""
+
+    @staticmethod
+    def forward(out: Tensor, bias: Tensor) -> Tensor:
+        return out + bias.to(out.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], grads[0].sum(tuple(range(grads[0].dim() - 1)), dtype=ctx.dtype)
 
 
 def call_of_columns(
@@ -129,7 +153,7 @@ def rows(
             return out[0] if x.dim() == 1 else out
         operator, arguments, options = call_of_rows(x, weight.t(), group, settings, dim=dim)
         out = operator(*arguments, **options)
-    return out if bias is None else out + bias.to(out.dtype)
+    return with_biases([out], [bias])[0]
 
 
 def _columns(

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.models.linear import Distributor
-from weft.models.parameters import keep_parts, part_of
+from weft.models.parameters import held_parameter, keep_parts, part_of
 
 Part = Callable[[], bool]
 
@@ -131,13 +131,13 @@ def _read_by_others(cls: type[Any]) -> type[Any]:
         return self._weft_region.run(cls.forward, self, *args, **kwargs)
 
     def weight(self: Any) -> torch.Tensor:
-        parameter: Any = self._parameters["weight"]
+        parameter: Any = held_parameter(self, "weight")
         eager = not torch.compiler.is_compiling()
         if self._weft_readers.running(eager=eager) and not self._weft_region.running(eager=eager):
             return cast(torch.Tensor, parameter.full_tensor())
         return cast(torch.Tensor, parameter)
 
-    return derived(cls, forward=forward, weight=property(weight))
+    return derived(cls, forward=forward, weight=_attribute("weight", weight))
 
 
 def class_of(module: nn.Module) -> Any:
@@ -202,12 +202,27 @@ def derived(cls: type[Any], **members: Any) -> type[Any]:
 
 def _local_parameter(name: str) -> property:
     def read(module: Any) -> torch.Tensor:
-        if name not in module._parameters:  # a parametrization may have replaced it
-            raise AttributeError(f"{type(module).__name__} has no parameter {name}")
-        parameter: torch.Tensor = module._parameters[name]
+        parameter = held_parameter(module, name)
         eager = not torch.compiler.is_compiling()
         if not module._weft_region.running(eager=eager) or not isinstance(parameter, DTensor):
             return parameter
         return part_of(module, name, eager=eager, summed=module._weft_part())
 
-    return property(read)
+    return _attribute(name, read)
+
+
+def _attribute(name: str, read: Callable[[Any], torch.Tensor]) -> property:
+    """Return a property that is read by a function, and is otherwise an attribute of the module as any other.
+
+    torch's DistributedDataParallel deletes a parameter that is a DTensor, and sets a DTensor in its place that is none.
+    """
+
+    def write(module: Any, tensor: object) -> None:
+        module.__dict__[name] = tensor
+
+    def delete(module: Any) -> None:
+        if name not in module.__dict__:
+            raise AttributeError(f"{type(module).__name__} has no parameter {name}")
+        del module.__dict__[name]
+
+    return property(read, write, delete)

@@ -130,7 +130,7 @@ class RowwiseParallel(style.RowwiseParallel):
         taken = RowsIn(device_mesh, self.input_layouts[0], output, tokens)
         linear.register_forward_pre_hook(InputHook("input", taken), with_kwargs=True)
         if not self.use_local_output:
-            linear.register_forward_hook(TokensOut(device_mesh, output, tokens))
+            linear.register_forward_hook(TokensOut(device_mesh, output, tokens, contiguous=True))
         return linear
 
 
@@ -201,7 +201,7 @@ class SequenceParallel(style.SequenceParallel):
         tokens, layout = Tokens(), self.sequence_sharding[0]
         module.register_forward_pre_hook(InputHook("input", Taken(device_mesh, layout, tokens)), with_kwargs=True)
         if not self.use_local_output:
-            module.register_forward_hook(TokensOut(device_mesh, layout, tokens))
+            module.register_forward_hook(TokensOut(device_mesh, layout, tokens, contiguous=False))
         return module
 
 

@@ -190,7 +190,9 @@ def _registry() -> Any:
 def _name_of(settings: ProductSettings, few_tokens: int, experts: ExpertParallel | None) -> str:
     """Return a name that contains the options that differ from the defaults."""
     usual: Mapping[str, Any] = {"schedule": "auto", "few_tokens": FEW_TOKENS, "keep_gathered": True, "experts": None}
-    spread = None if experts is None else (experts.limits.capacity, experts.limits.max_tokens, experts.float8)
+    spread = (
+        None if experts is None else (experts.limits.capacity, experts.limits.max_tokens, experts.float8, experts.gradients)
+    )
     options = {
         "schedule": settings.schedule,
         "few_tokens": few_tokens,

@@ -39,7 +39,8 @@ from weft.runtime.bindings import scales_name
 from weft.runtime.bound import Inputs, Outputs
 
 _M: dict[Op, str] = {
-    "all_gather_matmul": "rows of a of all ranks together (pass rows= if ranks have different numbers of rows)",
+    "all_gather_matmul": "rows of a of all ranks together (if ranks have different numbers of rows, pass rows= to the call, "
+    "or DTensors to a parallel style, by use_local_output=False of the style before)",
 }
 """The name of M in messages, for operators of which each rank passes a part of M."""
 

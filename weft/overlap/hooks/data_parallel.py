@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from weft.compat.dtensors import is_part_of_a_mesh
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.problem import CollectiveProblem
 from weft.ops.common import DTYPES, resolve_group
@@ -49,6 +51,8 @@ def replicate(
 ) -> DistributedDataParallel:
     """Wrap a module in DistributedDataParallel with faster settings, and register weft's hook.
 
+    A module with DTensors, of tensor parallelism, needs device_mesh=mesh["dp"], the other dimension of its mesh.
+
     Gradients are views of their buckets (`gradient_as_bucket_view`), so they are not copied there and back. Calling `detach_()`
     on such a gradient raises an error. A bucket holds 100 MiB, or an eighth of all gradients if that is less, but at least
     PyTorch's 25 MiB.
@@ -57,37 +61,40 @@ def replicate(
         module: a module on its device that is not wrapped yet.
         method: the schedule, as `ddp` takes it.
         key: names this model in weft.concurrent_choices.
-        process_group: the ranks that average. Default: the default group.
+        process_group: the ranks that average. Default: the default group, or that of device_mesh.
         options: arguments of DistributedDataParallel. They override these settings.
 
-    Raises ValueError for a DistributedDataParallel, for DTensors and for an unknown method, and any error of
-    DistributedDataParallel.
+    Raises ValueError for a DistributedDataParallel, for DTensors without such a mesh and for an unknown method, and any error
+    of DistributedDataParallel.
     """
     if isinstance(module, DistributedDataParallel):
         raise ValueError("module is a DistributedDataParallel already; give the module in it, or call weft.hooks.ddp on it")
-    _check_no_dtensors(module)
+    _check_dtensors(module, options.get("device_mesh"))
     model = DistributedDataParallel(module, process_group=process_group, **settings(module) | options)
     ddp(model, method=method, key=key)
     return model
 
 
-def _check_no_dtensors(module: nn.Module) -> None:
-    """Raise ValueError for DTensors, since DistributedDataParallel puts gradients into buckets of plain memory.
+def _check_dtensors(module: nn.Module, mesh: Any) -> None:
+    """Raise ValueError for DTensors that DistributedDataParallel cannot put into buckets of plain memory.
 
-    DTensors that DistributedDataParallel is set to ignore are allowed.
+    With a part of a larger mesh it takes each rank's part of a DTensor. DTensors that it is set to ignore are allowed.
     """
+    if isinstance(mesh, DeviceMesh) and is_part_of_a_mesh(mesh):
+        return
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and name not in ignored:
             raise ValueError(
-                f"module has DTensors ({name}), which DistributedDataParallel does not take; for tensor and data parallelism "
-                "use fully_shard, over the mesh's other dimension"
+                f"module has DTensors ({name}); for tensor and data parallelism pass device_mesh=mesh['dp'], the other "
+                "dimension of the mesh on which they are, or use fully_shard over it"
             )
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
     """Return the arguments of DistributedDataParallel that `replicate` sets."""
-    trained = sum(each.numel() * each.element_size() for each in module.parameters() if each.requires_grad)
+    parts = (each.to_local() if isinstance(each, DTensor) else each for each in module.parameters() if each.requires_grad)
+    trained = sum(each.numel() * each.element_size() for each in parts)
     bucket_mib = max(_PYTORCH_BUCKET_MIB, min(_BUCKET_MIB, (trained >> 20) // _MIN_BUCKETS))
     return {"bucket_cap_mb": bucket_mib, "gradient_as_bucket_view": True}
 
