@@ -41,7 +41,7 @@ from text_tables import RESULTS, ROOT, benchmark, date_of, lines
 from benchmarks.rows import Row, gain
 
 ENTRIES = Path(__file__).with_name("ledger.toml")
-OLDEST = {"README.md": 160, "docs/fp8.md": 160, "docs/peers.md": 160}
+OLDEST = {"README.md": 260, "docs/fp8.md": 260, "docs/peers.md": 260}
 """By document, how many commits may have changed the code behind a line since it was measured."""
 OLDEST_ELSEWHERE = 480
 MEASURABLE = re.compile(r"([1248] x )?NVIDIA (H100|H200)\b|2 cores")
