@@ -18,7 +18,8 @@ from weft.core.lazy import lazy_names
 if TYPE_CHECKING:
     from weft.checker import ScheduleError, check
     from weft.checker.families import register
-    from weft.core.problem import Span1D, split
+    from weft.core.concurrent import ConcurrentProblem
+    from weft.core.problem import RaggedProblem, Span1D, split
     from weft.core.schedule import (
         Bags,
         Buffer,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         Sum,
         Wait,
     )
-    from weft.core.span import Span
+    from weft.core.span import Span, total_us
     from weft.perf import simulate
     from weft.schedules import build
     from weft.schedules.builder import Request
@@ -49,6 +50,7 @@ __all__ = [
     "Bags",
     "Buffer",
     "Collective",
+    "ConcurrentProblem",
     "Copy",
     "Flag",
     "Gemm",
@@ -56,6 +58,7 @@ __all__ = [
     "Lookup",
     "Part",
     "Push",
+    "RaggedProblem",
     "Reduce",
     "Region",
     "Request",
@@ -74,10 +77,13 @@ __all__ = [
     "simulate",
     "split",
     "timeline",
+    "total_us",
 ]
 
 _HOMES = {
     **dict.fromkeys(__all__, "weft.core.schedule"),
+    "ConcurrentProblem": "weft.core.concurrent",
+    "RaggedProblem": "weft.core.problem",
     "ScheduleError": "weft.checker",
     "Request": "weft.schedules.builder",
     "Span": "weft.core.span",
@@ -88,6 +94,7 @@ _HOMES = {
     "simulate": "weft.perf",
     "split": "weft.core.problem",
     "timeline": "weft.schedules.timelines",
+    "total_us": "weft.core.span",
 }
 """The module in which each name is defined."""
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

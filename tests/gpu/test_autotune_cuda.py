@@ -113,7 +113,8 @@ def test_a_graph_of_what_was_measured(pool: Ranks) -> None:
 
 def _planned() -> list[str]:
     check_gather(512, 256, 384, torch.bfloat16, "planned", 0)
-    assert weft.choices() == []
+    (choice,) = weft.choices()
+    assert (choice.us, bool(choice.predicted_for)) == ({}, True)
     specs = _schedules()
     weft.close()
     return specs

@@ -248,8 +248,9 @@ def test_a_choice_prints_what_was_measured() -> None:
     choice = Choice(problem=PROBLEM, spec="shard_p2p", measurements=measurements)
     assert choice.us == {"sequential": 100.2, "shard_p2p": 80.0}
     assert str(choice) == f"{PROBLEM}: shard_p2p, overlapped (sequential 100 us, shard_p2p 80 us)"
-    planned = Choice(problem=PROBLEM, spec="sequential_stores")
-    assert str(planned) == f"{PROBLEM}: sequential_stores, sequential (not measured)"
+    planned = Choice(problem=PROBLEM, spec="sequential_stores", predicted_for="h200x8")
+    assert str(planned) == f"{PROBLEM}: sequential_stores, not overlapped (predicted for h200x8)"
+    assert str(Choice(problem=PROBLEM, spec="sequential")) == f"{PROBLEM}: sequential (not measured)"
     assert str(Choices([choice, planned])) == f"{choice}\n{planned}"
 
 
@@ -371,7 +372,7 @@ def test_a_failure_in_a_trial_is_told_to_all(ranks: RankFixture) -> None:
 
 
 def _planned() -> list[tuple[str, dict[str, float]]]:
-    """On CPUs nothing is measured: auto and planned are the prediction, and only auto is a choice."""
+    """On CPUs nothing is measured: auto and planned are the prediction, and choices of each."""
     weft.close()
     assert weft.choices() == []
     for text in ("planned", "auto"):
@@ -383,7 +384,8 @@ def _planned() -> list[tuple[str, dict[str, float]]]:
     group = dist.group.WORLD
     assert group is not None
     built = [spec(s.name, s.chunks) for s in GROUPS.state(group.group_name).schedules()]
-    assert built == [text for text, _ in found] * 2
+    assert built == [text for text, _ in found]
+    assert {choice.predicted_for for choice in weft.choices()} == {"h200x8"}
     weft.close()
     return found
 
@@ -391,7 +393,7 @@ def _planned() -> list[tuple[str, dict[str, float]]]:
 @pytest.mark.ranks
 def test_planned_is_the_prediction_and_so_is_auto_on_cpus(ranks: RankFixture) -> None:
     for found in ranks(2).run(_planned):
-        assert len(found) == len(TP_OPS)
+        assert len(found) == 2 * len(TP_OPS)
         assert all(us == {} for _, us in found)
 
 

@@ -82,9 +82,10 @@ def synchronize(group: dist.ProcessGroup | None = None) -> None:
 
 
 def choices(group: dist.ProcessGroup | None = None) -> Choices:
-    """Return the schedules that schedule="auto" has chosen in a group so far.
+    """Return the schedules that schedule="auto", or "planned", has chosen in a group so far.
 
     The list has a choice for each problem and prints one line for each. A choice has a spec, and on GPUs the measured times in
-    us by spec. The list is the same on every rank, and empty if no call was made. This is not collective.
+    us by spec, or the name of the machine profile for which the planner has predicted it. The list is the same on every rank,
+    and empty if no call was made. This is not collective.
     """
     return Choices(GROUPS.choices(resolve_group(group)[0]))

@@ -42,7 +42,7 @@ import torch
 from weft.core.errors import WeftError
 from weft.core.logs import warn_once
 from weft.core.problem import Problem
-from weft.schedules import judge
+from weft.schedules import SEQUENTIAL, judge
 
 P = TypeVar("P")
 """The type of a bound candidate. For an operator's schedules it is BoundProgram."""
@@ -87,12 +87,13 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A Choice is the schedule that "auto" runs for a problem.
+    """A Choice is the schedule that "auto", or "planned", runs for a problem.
 
     spec: the name of the schedule.
     measurements: the candidates in the order of measurement. It is empty if the planner chose, or if there was one candidate.
     from_cache: an earlier process measured it.
     like: the row count that was measured in place of the problem's (weft.runtime.buckets), if it was another one.
+    predicted_for: the name of the machine profile by which the planner chose. Empty if it did not.
     """
 
     problem: Problem
@@ -100,6 +101,7 @@ class Choice:
     measurements: tuple[Measurement, ...] = ()
     from_cache: bool = False
     like: tuple[int, ...] = ()
+    predicted_for: str = ""
 
     @property
     def us(self) -> dict[str, float]:
@@ -111,15 +113,20 @@ class Choice:
         verdict = judge(self.spec, self.us.get(self.spec), self.us.get("sequential"))
         earlier = "from an earlier run" if self.from_cache else ""
         like = f"as with {' and '.join(map(str, self.like))} rows" if self.like else ""
-        why = ", ".join(filter(None, (earlier, like, measured))) or "not measured"
-        return f"{self.problem}: {self.spec}{f', {verdict}' if verdict != self.spec else ''} ({why})"
+        predicted = f"predicted for {self.predicted_for}" if self.predicted_for else ""
+        why = ", ".join(filter(None, (earlier, like, measured, predicted))) or "not measured"
+        # "sequential" is also the name of a schedule.
+        said = "" if verdict == self.spec else f", {'not overlapped' if verdict == SEQUENTIAL else verdict}"
+        return f"{self.problem}: {self.spec}{said} ({why})"
 
 
 class Choices(list[Choice]):
     """Choices is a list that prints a line for each choice."""
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self)) or 'nothing was chosen: no call has used schedule="auto", or WEFT_SCHEDULE is set'
+        return "\n".join(map(str, self)) or (
+            'nothing was chosen: no call has used schedule="auto" or "planned", or WEFT_SCHEDULE is sequential'
+        )
 
 
 def _time_ratios(measurement: Measurement, other: Measurement) -> tuple[float, ...]:

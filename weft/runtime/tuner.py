@@ -44,10 +44,12 @@ class Tuner:
     def __init__(self, rank_group: RankGroup, row_counts: RowCounts) -> None:
         self._rank_group, self._row_counts = rank_group, row_counts
         self._choices: OrderedDict[tuple[Problem, torch.device], Choice] = OrderedDict()
+        self._planned: OrderedDict[tuple[Problem, torch.device], Choice] = OrderedDict()
+        """What the planner has chosen for calls with "planned". Calls with "auto" may measure the same problems."""
         self._plan_cache = GroupPlanCache(rank_group)
 
     def choices(self) -> list[Choice]:
-        return list(self._choices.values())
+        return [*self._choices.values(), *self._planned.values()]
 
     def specs(self, problem: Problem, call: Call) -> tuple[str, ...]:
         """Return the candidates for a call: one schedule, or several at the first call of a problem that must be measured.
@@ -65,7 +67,7 @@ class Tuner:
         known = known or self._plan_cache.find(problem, device) or self._row_counts.like(problem, device)
         if known is None:
             return auto_candidates(problem, device)
-        self._remember(known, device)
+        _remember(known, device, self._choices)
         if known.from_cache:
             self._row_counts.measured(known, device)
         return (known.spec,)
@@ -96,19 +98,23 @@ class Tuner:
     def record_choice(self, program: BoundProgram, key: Key, measurements: tuple[Measurement, ...]) -> None:
         """Record which program was bound for a call. measurements: what was measured; empty if there was one candidate."""
         problem, asked, device = key
-        if asked != "auto" or (problem, device) in self._choices:
+        choices = self._planned if asked == "planned" else self._choices
+        if asked not in MODES or (problem, device) in choices:
             return
-        chosen = program.schedule
-        choice = Choice(problem=problem, spec=schedules.spec(chosen.name, chosen.chunks), measurements=measurements)
-        self._remember(choice, device)
+        chosen, profile = program.schedule, ""
+        if asked == "planned" or timer_for(device) is None:
+            profile = profile_for(device, self._rank_group.world_size).name
+        spec = schedules.spec(chosen.name, chosen.chunks)
+        _remember(Choice(problem=problem, spec=spec, measurements=measurements, predicted_for=profile), device, choices)
         if measurements:
-            self._row_counts.measured(choice, device)
-            self._plan_cache.keep(choice, device)
+            self._row_counts.measured(choices[problem, device], device)
+            self._plan_cache.keep(choices[problem, device], device)
 
-    def _remember(self, choice: Choice, device: torch.device) -> None:
-        self._choices[choice.problem, device] = choice
-        if len(self._choices) > CHOICES:
-            self._choices.popitem(last=False)
+
+def _remember(choice: Choice, device: torch.device, choices: OrderedDict[tuple[Problem, torch.device], Choice]) -> None:
+    choices[choice.problem, device] = choice
+    if len(choices) > CHOICES:
+        choices.popitem(last=False)
 
 
 def agree(rank_group: RankGroup, device: torch.device) -> None:
