@@ -77,7 +77,8 @@ def command(
     """Choose a schedule for each communicating layer of a model, and predict what it gains. Nothing runs."""
     from weft.cli.simulate_schedule import machine_with
 
-    sizes, layers = choices.choose_layers(model, op, layer)
+    target = machine_with(machine, changes or [])
+    sizes, layers = choices.choose_layers(model, op, layer, ranks=ranks or target.world_size)
     if save is not None and len(layers) != 1:
         raise ValueError(f"--save takes one schedule; name its layer by --layer, of {', '.join(one.name for one in layers)}")
     read = {"MODEL": config_path(model), "--machine": choices.find_machine_file(machine)}
@@ -89,7 +90,6 @@ def command(
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, layers)
     result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
-    target = machine_with(machine, changes or [])
     _check_heads(sizes, ranks)
     ranks = ranks or target.world_size
     from weft.planner import plan
@@ -200,6 +200,7 @@ def _as_data(
         "model": model.name,
         "machine": machine.name,
         "layers": layers,
+        "places": codec.dump(model.places),
         "notes": list(model.notes),
         "uncovered": codec.dump(model.uncovered),
         **({"why": why} if reasons else {}),
@@ -220,6 +221,12 @@ def _show(
     out.print(str(model))
     if plans:
         tables.print_answer(out, setting, plans, counts)
+    others = [place for place in model.places if not place.operators or place.backward_only]
+    if others:
+        out.print("weft.parallelize also communicates here, without overlap in the forward pass:")
+        for place in others:
+            out.print(f"  {place}")
+        out.print()
     notes = [*_warn_of_shapes(model, plans), *model.notes]
     for note in notes if every else notes[:MOST_NOTES]:
         out.print(f"note: {note}")

@@ -6,6 +6,7 @@ reason why weft does not overlap it. `weft.overlap_report` lists all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -118,3 +119,16 @@ def communicating_layers(model: nn.Module) -> Iterator[CommunicatingLayer]:
     for name, module in model.named_modules():
         for layer in recorded_layers(module):
             yield replace(layer, module=name)
+
+
+def layers_of_places(model: nn.Module) -> dict[CommunicatingLayer, list[CommunicatingLayer]]:
+    """Return the communicating layers of each place of a model.
+
+    A place stands for the layers that differ only in the number of their block. Its module's name represents all blocks:
+    model.layers.*.mlp.
+    """
+    found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
+    for layer in communicating_layers(model):
+        place = replace(layer, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.module))
+        found.setdefault(place, []).append(layer)
+    return found

@@ -30,10 +30,24 @@ from importlib import resources
 from pathlib import Path
 
 from weft.core import codec
-from weft.planner.models.config import read_config
-from weft.planner.models.values import EmbeddingCall, Model, OperatorCall, Uncovered
+from weft.planner.models.blocks import place_calls
+from weft.planner.models.config import read_config, read_transformers_config
+from weft.planner.models.values import EmbeddingCall, Model, OperatorCall, Place, Uncovered
 
-__all__ = ["LookupCall", "Model", "OperatorCall", "Uncovered", "decode_calls", "load_model", "operator_calls", "preset_names"]
+__all__ = [
+    "EmbeddingCall",
+    "Model",
+    "OperatorCall",
+    "Place",
+    "Uncovered",
+    "config_path",
+    "decode_calls",
+    "load_model",
+    "operator_calls",
+    "place_calls",
+    "preset_names",
+    "read_transformers_config",
+]
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """The name of a model on the Hugging Face Hub is OWNER/NAME."""

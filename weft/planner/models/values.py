@@ -69,6 +69,34 @@ class Uncovered:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Place is where a model communicates after weft.parallelize, as weft.overlap_report lists it.
+
+    module: its name in the model, with * for the number of a layer. parts: the children that share the collective.
+    count: how often the model has this place. operators: those that run there, the first one in a training step; empty if weft
+    does not overlap the place. reason: why not, or another remark. n, k: the sizes of the first operator's problem; 0 if only
+    the model's sizes say them. backward_only: the operators run in the backward pass only."""
+
+    module: str
+    parts: tuple[str, ...] = ()
+    count: int = 1
+    operators: tuple[str, ...] = ()
+    reason: str = ""
+    n: int = 0
+    k: int = 0
+    backward_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The place's name, as in weft.overlap_report."""
+        return ": ".join(filter(None, (self.module, ", ".join(self.parts))))
+
+    def __str__(self) -> str:
+        verdict = "" if self.operators else "sequential"
+        return f"{self.count} x {self.name}: " + "; ".join(filter(None, (", ".join(self.operators), verdict, self.reason)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """Model has one model's static sizes. A size that does not apply is 0.
 
@@ -81,6 +109,7 @@ class Model:
     tables, embedding_dim: the sizes of a recommendation model. pooling: the rows that a sample looks up in each table.
     read: the operator calls as read from the model's modules; empty if they follow from the sizes.
     uncovered: the layers' matmuls that no operator call covers.
+    places: where the model communicates after weft.parallelize; empty if that is not known.
     notes: remarks on the model for the readers of a plan.
 
     Raises ValueError for a negative size, and if kv_heads does not divide heads.
@@ -103,6 +132,7 @@ class Model:
     pooling: tuple[int, ...] = ()
     read: tuple[OperatorCall, ...] = ()
     uncovered: tuple[Uncovered, ...] = ()
+    places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
