@@ -11,7 +11,8 @@ import typer
 from weft.cli import choices, options, output, tables
 from weft.cli.progress import Progress, progress_bar
 from weft.core import codec
-from weft.planner.models import config_path
+from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
+from weft.planner.models import choose_expert_calls, config_path
 from weft.report.words import count, judge_plan
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from weft.planner.models import Model
 
 
-ROWS_OF_A_RANK = ("all_to_all_matmul", "matmul_all_to_all")
+ROWS_OF_A_RANK = (*EXCHANGES, *RAGGED_OPS)
 SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
 MOST_NOTES = 4
 """The number of notes on a model that are printed without --all, so that the answer fits on one screen."""
@@ -89,6 +90,8 @@ def command(
     output.require_file(save, "--save")
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, layers)
+    even = "" if only is None else f"calls with splits have no schedule {only}"
+    sizes, layers = choose_expert_calls(sizes, layers, ranks or target.world_size, even=even)
     result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     _check_heads(sizes, ranks)
     ranks = ranks or target.world_size
@@ -153,7 +156,9 @@ def _write(
         from weft.schedules import build
 
         ((_, plan),) = plans
-        schedule = build(plan.problem, plan.chosen.schedule, plan.chosen.chunks, fan_out=machine.fans_out)
+        name, chunks = plan.chosen.schedule, plan.chosen.chunks
+        by_splits = isinstance(plan.problem, RaggedProblem)
+        schedule = build(plan.problem, name) if by_splits else build(plan.problem, name, chunks, fan_out=machine.fans_out)
         output.write_text(save, codec.dumps(schedule) + "\n", "--save")
         written.append(save)
     if trace is not None:

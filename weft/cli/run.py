@@ -10,7 +10,7 @@ import typer
 from weft.cli import choices, options, output, tables
 from weft.cli.progress import progress_bar
 from weft.core import codec
-from weft.planner.models import config_path
+from weft.planner.models import choose_expert_calls, config_path
 from weft.report.words import reason
 from weft.schedules import overlaps
 
@@ -58,6 +58,7 @@ def command(
 
     device, ranks = choices.choose_device(device, ranks)
     sizes, layers = choices.choose_layers(model, op, ranks=ranks)
+    sizes, layers = choose_expert_calls(sizes, layers, ranks, even="this command runs the operators without splits")
     result_dtype, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     choices.choose_schedule(schedule, layers)
     target = load(machine)
