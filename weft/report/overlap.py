@@ -4,7 +4,7 @@
     print(report)                              report.html() returns a self-contained page, and report.write(path) writes it
 
 It reads the calls that the process group's operators have run and measured (weft.choices). It matches problems to places by
-their sizes, the requested schedule, and the calls that each place has recorded.
+their sizes, the requested schedule, and the calls that each place has recorded, forward and backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
-from weft.models.communicating import CommunicatingLayer, LayerCalls, layers_of_places
+from weft.models.communicating import CommunicatingLayer, LayerCalls, layers_of_places, recorded_layers
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
@@ -87,7 +87,7 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
     found = layers_of_places(model)
-    if not found:
+    if not any(map(recorded_layers, model.modules())):
         raise ValueError(
             f"model is a {type(model).__name__} in which weft runs nothing; apply weft.parallelize, or parallelize_module with "
             "weft.ColwiseParallel, RowwiseParallel or SharedInput first. What torch.compile overlaps with weft.CompilePass is "
