@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import inductor_work
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from rank_work import check_gather
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module, style
 
 import weft as library
 from weft.core.machine import load
@@ -164,14 +165,51 @@ def _style() -> list[str]:
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(16, 32)), torch.randn(6, 16)
         expected = net(x).chunk(2, -1)[rank].detach()
-        style = library.ColwiseParallel(input_layouts=Shard(0), schedule=f"{NAME}:2")
-        net = parallelize_module(net, mesh, {"0": style})
+        net = parallelize_module(net, mesh, {"0": library.ColwiseParallel(input_layouts=Shard(0), schedule=f"{NAME}:2")})
         out = net(x.chunk(2)[rank])
         torch.testing.assert_close(out, expected)
         out.sum().backward()
         found = [schedule.name for schedule in _bound()]
         library.close()
         return found
+
+
+class _Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+def _compiled() -> tuple[list[str], str]:
+    """A model that torch has parallelized, with the family in what torch.compile makes of it."""
+    with registered():
+        mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+        torch.manual_seed(0)
+        net, x = _Up(), torch.randn(6, 8)
+        expected = net(x).chunk(2, -1)[rank].detach()
+        parallelize_module(net, mesh, {"up": style.ColwiseParallel(input_layouts=Shard(0))})
+        overlap = library.CompilePass(schedule={"all_gather_matmul": f"{NAME}:2"})
+        torch._dynamo.reset()
+        mine = x.chunk(2)[rank].clone().requires_grad_()
+        out = torch.compile(net, backend=inductor_work.eager(overlap))(mine)
+        torch.testing.assert_close(out, expected)
+        out.sum().backward()
+        assert mine.grad is not None
+        weight = net.up.weight.full_tensor()
+        torch.testing.assert_close(mine.grad, weight.sum(0).expand(3, 8))
+        found = [schedule.name for schedule in _bound() if schedule.problem.op == "all_gather_matmul"]
+        library.close()
+        return found, overlap.report()
+
+
+@pytest.mark.ranks
+def test_compiled_models_run_it(ranks: RankFixture) -> None:
+    for found, report in ranks(2).run(_compiled):
+        assert found == [NAME]
+        assert "overlapped 2 of 2 places" in report
 
 
 @pytest.mark.ranks

@@ -355,6 +355,19 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["layers"][0]["schedule"])
 
 
+def test_experts_are_planned_with_splits_unless_a_schedule_is_named(weft: Weft, tmp_path: Path) -> None:
+    command = ("plan", "mixtral-8x7b", "--ranks", "2", "--tokens", "512", "--layer", "expert down + combine")
+    file = tmp_path / "combine.json"
+    status, out, _ = weft(*command, "--save", str(file))
+    assert status == 0
+    row = next(line for line in out.splitlines() if line.startswith("expert down"))
+    assert row.split()[4:6] == ["overlapped", "fused"]
+    assert "note: experts are calls with splits, as weft.ExpertParallel makes them" in out
+    assert weft("simulate", str(file))[0] == 0
+    named = weft(*command, "--schedule", "shard_p2p")[1]
+    assert "note: experts are all-to-alls of even shares: calls with splits have no schedule shard_p2p" in named
+
+
 def test_a_model_is_planned_in_fp8(weft: Weft, planner: None) -> None:
     """Scales of whole operands are those of rows where rows travel."""
     options = ("--dtype", "float8_e5m2", "--recipe", "tensorwise", "--out-dtype", "float16")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from conftest import RankFixture
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module, style
 
 import weft
 from weft.core.problem import Problem
@@ -216,6 +216,64 @@ def test_a_forward_is_no_others_backward(ranks: RankFixture) -> None:
         assert [line.split()[0] for line in both] == ["ModuleDict:", "1", "all_gather_matmul", "1", "matmul_reduce_scatter"]
         assert sorted(line.split()[0] for line in back[2:4]) == ["all_gather_matmul", "matmul_reduce_scatter"]
         assert sorted(line.split()[0] for line in back[5:]) == ["all_gather_matmul", "matmul_reduce_scatter"]
+
+
+def _training() -> list[list[str]]:
+    """A forward pass that records gradients, another one, and then the backward pass of the second."""
+    model = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8), "head": nn.Linear(8, 6)})
+    plan = {
+        "up": weft.ColwiseParallel(input_layouts=Shard(0), schedule="shard_p2p"),
+        "down": weft.RowwiseParallel(output_layouts=Shard(0), schedule="shard_p2p"),
+        "head": weft.ColwiseParallel(schedule="shard_p2p"),
+    }
+    parallelize_module(model, dist.init_device_mesh("cpu", (2,)), plan)
+    x, report_lines = torch.randn(4, 8, requires_grad=True), []
+    for _ in range(2):
+        outs = model["down"](model["up"](x)), model["head"](x)
+        report_lines.append(_get_report_lines(model))
+    sum(out.sum() for out in outs).backward()
+    return [*report_lines, _get_report_lines(model)]
+
+
+def test_calls_of_a_backward_pass_are_reported_when_it_has_run(ranks: RankFixture) -> None:
+    """The backward pass of one of two linears has the sizes of the forward pass of the other."""
+    for first, second, back in ranks(2).run(_training):
+        assert first == second
+        assert [line.split()[0] for line in first if "M=" in line] == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert first[-1] == "not called yet"
+        assert sorted(line.split()[0] for line in back if "M=" in line) == [
+            *["all_gather_matmul"] * 2,
+            "matmul_all_reduce",
+            *["matmul_reduce_scatter"] * 2,
+        ]
+        assert back[-1].startswith("matmul_all_reduce M=4")
+
+
+def _mixed_styles() -> list[str]:
+    names = ("embedding", "up", "ours", "norm", "block")
+    parts = (nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8)))
+    model = nn.ModuleDict(dict(zip(names, parts, strict=True)))
+    plan = {
+        "embedding": style.RowwiseParallel(input_layouts=Replicate()),
+        "up": style.ColwiseParallel(),
+        "ours": weft.RowwiseParallel(),
+        "norm": style.SequenceParallel(),
+        "block": style.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "block.0": weft.ColwiseParallel(output_layouts=Replicate()),
+    }
+    return _get_report_lines(parallelize_module(model, dist.init_device_mesh("cpu", (2,)), plan))
+
+
+def test_places_of_styles_of_torch_are_left_to_torch(ranks: RankFixture) -> None:
+    for head, *report_lines in ranks(2).run(_mixed_styles):
+        left = [line for line in report_lines if "left to torch" in line]
+        assert left == [
+            "1 x embedding: sequential; torch's RowwiseParallel: left to torch, as it has no matmul of its own",
+            "1 x up: sequential; torch's ColwiseParallel: left to torch; weft.ColwiseParallel takes its place",
+            "1 x norm: sequential; torch's SequenceParallel: left to torch, as it has no matmul of its own",
+            "1 x block: sequential; torch's PrepareModuleInput: left to torch; weft.SharedInput takes its place",
+        ]
+        assert head.startswith("ModuleDict: overlapped 1 of 7 places")
 
 
 def _tables_and_experts() -> list[list[str]]:

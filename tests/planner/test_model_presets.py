@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from weft.core import codec
-from weft.core.problem import LookupProblem
-from weft.planner.models import EmbeddingCall, Model, load_model, operator_calls, preset_names
+from weft.core.problem import LookupProblem, RaggedProblem, split
+from weft.planner.models import EmbeddingCall, Model, choose_expert_calls, load_model, operator_calls, preset_names
 
 
 def shapes(model: Model) -> dict[str, tuple[int, int]]:
@@ -55,7 +57,43 @@ def test_embedding_tables_are_spread_over_ranks() -> None:
     problem = call.problem(512, 4, "float32")
     assert isinstance(problem, LookupProblem)
     assert [len(own) for own in problem.dims] == [7, 7, 7, 5]
-    assert (problem.m, problem.n, problem.k) == (512, 26 * 128, 8)
+    assert (problem.m, problem.n) == (512, 26 * 128)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_a_lookup_is_planned_by_the_rank_that_reads_the_most_rows(ranks: int) -> None:
+    """The bags of one table have 100 rows, those of most tables one to ten."""
+    model = load_model("dlrm-mlperf")
+    (call,) = operator_calls(model)
+    problem = call.problem(512, ranks, "float32")
+    assert isinstance(problem, LookupProblem)
+    read = max(sum(model.pooling[low:high]) for low, high in split(26, ranks))
+    most = max(len(own) for own in problem.dims)
+    assert read <= problem.k * most < read + most
+    assert call.k == 8
+
+
+def test_experts_are_planned_with_splits() -> None:
+    model, calls = choose_expert_calls(load_model("mixtral-8x7b"), operator_calls(load_model("mixtral-8x7b")), 4)
+    dispatch, combine = (call.problem(513, 4, "bfloat16") for call in calls[2:])
+    assert isinstance(dispatch, RaggedProblem)
+    assert isinstance(combine, RaggedProblem)
+    sizes = [(one.op, one.m, one.n, one.k, one.capacity, one.experts) for one in (dispatch, combine)]
+    assert sizes == [
+        ("ragged_all_to_all_matmul", 257, 28672, 4096, 257, 2),
+        ("ragged_matmul_all_to_all", 257, 4096, 14336, 257, 2),
+    ]
+    assert "calls with splits" in model.notes[0]
+
+
+@pytest.mark.parametrize(("ranks", "even", "why"), [(3, "", "8 experts on 3 ranks"), (4, "it is asked for", "it is asked for")])
+def test_experts_that_are_not_planned_with_splits_have_a_note_that_says_why(ranks: int, even: str, why: str) -> None:
+    model = load_model("mixtral-8x7b")
+    found, calls = choose_expert_calls(model, operator_calls(model), ranks, even=even)
+    assert calls == operator_calls(model)
+    assert why in found.notes[0]
+    other = replace(model, read=calls)
+    assert "not known" in choose_expert_calls(other, calls, 4)[0].notes[0]
 
 
 def test_unknown_name_lists_presets_and_suggests() -> None:

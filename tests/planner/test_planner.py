@@ -14,7 +14,7 @@ from weft_log import warned
 
 from weft.core import codec
 from weft.core.machine import Machine, load
-from weft.core.problem import OPS, CollectiveProblem, Op, Problem
+from weft.core.problem import OPS, CollectiveProblem, Op, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.core.span import total_us
 from weft.perf import run, simulate
@@ -22,6 +22,7 @@ from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner import Candidate, Plan, plan
 from weft.planner.choose import MAX_SIMULATED
 from weft.planner.explain import Option, explain
+from weft.planner.explanation import explain_plan
 from weft.schedules import build, parse
 
 H200 = load("h200x8")
@@ -241,3 +242,20 @@ def test_a_profile_that_lacks_the_dtype_says_so(tmp_path: Path, monkeypatch: pyt
         assert choose(problem, asked, torch.device("cpu"), {}).name == "sequential"
     reduce = CollectiveProblem(op="all_gather", m=64, world_size=2, dtype="float16")
     assert choose(reduce, asked, torch.device("cpu"), {}).problem == reduce, "nothing is multiplied"
+
+
+@pytest.mark.parametrize("op", ["ragged_all_to_all_matmul", "ragged_matmul_all_to_all"])
+def test_calls_with_splits_are_planned_as_they_run(op: Op) -> None:
+    problem = RaggedProblem(op=op, m=8192, n=4096, k=7168, world_size=4, capacity=8192, experts=8)
+    found = plan(problem, H200)
+    assert [one.spec for one in found.candidates] == ["fused"]
+    assert found.chosen.predicted_us == run(build(problem, "fused"), H200).total_us
+    assert found.sequential_us == run(build(problem, "sequential"), H200).total_us
+    assert 0 < found.communication_us < found.computation_us < found.chosen.predicted_us < found.sequential_us
+    assert "runs fused" in found.why
+    assert plan(problem, H200, only="sequential").chosen.predicted_us == found.sequential_us
+    assert codec.loads(Plan, codec.dumps(found)) == found
+    assert "runs fused" in str(explain_plan(found, H200))
+    for wrong in ({"only": "ring"}, {"only": "fused", "chunks": 2}):
+        with pytest.raises(ValueError, match=next(reversed(wrong))):
+            plan(problem, H200, **wrong)  # type: ignore[arg-type]

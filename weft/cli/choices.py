@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from weft.cli.progress import progress_bar
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, FLOAT8, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op, Problem, Scaling
-from weft.planner.models import Model, OperatorCall, decode_calls, load_model, operator_calls
+from weft.planner.models import (
+    Model,
+    OperatorCall,
+    config_path,
+    decode_calls,
+    load_model,
+    operator_calls,
+    place_calls,
+    read_transformers_config,
+)
 
 CPU_RANKS = 4
 MOST_CPU_RANKS = 64
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[Model, tuple[OperatorCall, ...]]:
-    """Return the model and its operator calls. op, layer: return only those of this operator, or of this name."""
+def choose_layers(name: str, op: str | None, layer: str | None = None, *, ranks: int) -> tuple[Model, tuple[OperatorCall, ...]]:
+    """Return the model and its operator calls over `ranks` ranks. op, layer: return only those of this operator, or of this
+    name."""
     only = None if op is None else choose_op(op)
     with progress_bar(f"reading {name}"):
-        model = load_model(name)
+        model = _parallelized(name, load_model(name), ranks)
     everything = decode_calls(model) if only == "matmul_all_reduce" else operator_calls(model)
     found = tuple(one for one in everything if only in (None, one.op))
     if only is not None and not found:
@@ -28,6 +39,23 @@ def choose_layers(name: str, op: str | None, layer: str | None = None) -> tuple[
     if not named:
         raise ValueError(f"--layer is {layer!r}; model {model.name} has {', '.join(one.name for one in found)}")
     return model, named
+
+
+def _parallelized(name: str, model: Model, ranks: int) -> Model:
+    """Return the model with the operator calls that it has after weft.parallelize, if that takes it, or a note why not."""
+    path = config_path(name)
+    config = None if path is None or not model.read else read_transformers_config(path)
+    if config is None:
+        return model
+    from weft.models.preview import is_parallelized, preview
+
+    why = "does not take this model"
+    if is_parallelized(config):
+        try:
+            return place_calls(model, preview(config, ranks))
+        except ValueError as error:
+            why = f"refuses this model: {error}"
+    return replace(model, notes=(f"weft.parallelize {why}; styles could make these calls", *model.notes))
 
 
 def find_machine_file(name: str) -> Path | None:

@@ -11,7 +11,8 @@ import typer
 from weft.cli import choices, options, output, tables
 from weft.cli.progress import Progress, progress_bar
 from weft.core import codec
-from weft.planner.models import config_path
+from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
+from weft.planner.models import choose_expert_calls, config_path
 from weft.report.words import count, judge_plan
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from weft.planner.models import Model
 
 
-ROWS_OF_A_RANK = ("all_to_all_matmul", "matmul_all_to_all")
+ROWS_OF_A_RANK = (*EXCHANGES, *RAGGED_OPS)
 SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
 MOST_NOTES = 4
 """The number of notes on a model that are printed without --all, so that the answer fits on one screen."""
@@ -77,7 +78,8 @@ def command(
     """Choose a schedule for each communicating layer of a model, and predict what it gains. Nothing runs."""
     from weft.cli.simulate_schedule import machine_with
 
-    sizes, layers = choices.choose_layers(model, op, layer)
+    target = machine_with(machine, changes or [])
+    sizes, layers = choices.choose_layers(model, op, layer, ranks=ranks or target.world_size)
     if save is not None and len(layers) != 1:
         raise ValueError(f"--save takes one schedule; name its layer by --layer, of {', '.join(one.name for one in layers)}")
     read = {"MODEL": config_path(model), "--machine": choices.find_machine_file(machine)}
@@ -88,8 +90,9 @@ def command(
     output.require_file(save, "--save")
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, layers)
+    even = "" if only is None else f"calls with splits have no schedule {only}"
+    sizes, layers = choose_expert_calls(sizes, layers, ranks or target.world_size, even=even)
     result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
-    target = machine_with(machine, changes or [])
     _check_heads(sizes, ranks)
     ranks = ranks or target.world_size
     from weft.planner import plan
@@ -153,7 +156,9 @@ def _write(
         from weft.schedules import build
 
         ((_, plan),) = plans
-        schedule = build(plan.problem, plan.chosen.schedule, plan.chosen.chunks, fan_out=machine.fans_out)
+        name, chunks = plan.chosen.schedule, plan.chosen.chunks
+        by_splits = isinstance(plan.problem, RaggedProblem)
+        schedule = build(plan.problem, name) if by_splits else build(plan.problem, name, chunks, fan_out=machine.fans_out)
         output.write_text(save, codec.dumps(schedule) + "\n", "--save")
         written.append(save)
     if trace is not None:
@@ -200,6 +205,7 @@ def _as_data(
         "model": model.name,
         "machine": machine.name,
         "layers": layers,
+        "places": codec.dump(model.places),
         "notes": list(model.notes),
         "uncovered": codec.dump(model.uncovered),
         **({"why": why} if reasons else {}),
@@ -220,6 +226,12 @@ def _show(
     out.print(str(model))
     if plans:
         tables.print_answer(out, setting, plans, counts)
+    others = [place for place in model.places if not place.operators or place.backward_only]
+    if others:
+        out.print("weft.parallelize also communicates here, without overlap in the forward pass:")
+        for place in others:
+            out.print(f"  {place}")
+        out.print()
     notes = [*_warn_of_shapes(model, plans), *model.notes]
     for note in notes if every else notes[:MOST_NOTES]:
         out.print(f"note: {note}")

@@ -10,7 +10,7 @@ import typer
 from weft.cli import choices, options, output, tables
 from weft.cli.progress import progress_bar
 from weft.core import codec
-from weft.planner.models import config_path
+from weft.planner.models import choose_expert_calls, config_path
 from weft.report.words import reason
 from weft.schedules import overlaps
 
@@ -56,14 +56,15 @@ def command(
     GPUs are also timed."""
     from weft.core.machine import load
 
-    sizes, layers = choices.choose_layers(model, op)
+    device, ranks = choices.choose_device(device, ranks)
+    sizes, layers = choices.choose_layers(model, op, ranks=ranks)
+    sizes, layers = choose_expert_calls(sizes, layers, ranks, even="this command runs the operators without splits")
     result_dtype, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     choices.choose_schedule(schedule, layers)
     target = load(machine)
     inputs = {"MODEL": config_path(model), "--machine": choices.find_machine_file(machine)}
     output.require_distinct({**inputs, "--json": json, "--report": output.page_path(report), "--trace": trace})
     _require_outputs(json, report, trace)
-    device, ranks = choices.choose_device(device, ranks)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
     out = output.console(quiet=json == output.STANDARD_OUTPUT)
     out.print(_describe_steps(sizes.name, len(layers), schedule, target, f"{ranks} {tables.DEVICES[device]} ranks"))

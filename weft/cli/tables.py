@@ -12,6 +12,7 @@ from rich.text import Text
 
 from weft.cli.gantt import gantt
 from weft.cli.output import print_table, share, table, us, width_of
+from weft.core.problem import RaggedProblem
 from weft.report.words import judge_plan, ms
 from weft.schedules import VERDICTS, overlaps
 
@@ -63,7 +64,8 @@ def give_reason(plan: Plan) -> str:
     saved, most = plan.sequential_us - best.predicted_us, plan.sequential_us - plan.ideal_us
     if overlaps(best.schedule):
         if saved < 0:
-            return f"takes {us(-saved)} us more than sequential, but was asked for"
+            why = "but calls with splits have no other" if isinstance(problem, RaggedProblem) else "but was asked for"
+            return f"takes {us(-saved)} us more than sequential, {why}"
         return f"saves {us(saved)} of at most {us(most)} us" if saved < most else f"saves {us(saved)} us"
     rival = next((one for one in plan.candidates if overlaps(one.schedule)), None)
     other = "nothing that overlaps was considered"

@@ -7,13 +7,15 @@ groups of a rank, so ranks could disagree on its name, or on that of the caller'
 from __future__ import annotations
 
 import socket
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions, TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     PrefixStore,
     _get_process_group_store,
@@ -56,6 +58,23 @@ def refusal_of_store(group: dist.ProcessGroup) -> str:
     except OSError:
         return ""
     return ""
+
+
+@contextmanager
+def pretended_ranks(count: int) -> Iterator[DeviceMesh]:
+    """Make this process rank 0 of `count` ranks that do not exist, whose collectives do nothing. Yield their mesh.
+
+    Raises ValueError in a process that has a process group."""
+    # The module registers the backend "fake".
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ValueError("torch.distributed is initialized in this process; use a process without ranks")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield init_device_mesh("cpu", (count,))
+    finally:
+        dist.destroy_process_group()
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:

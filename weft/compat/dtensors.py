@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 MOST_URGENT = 2**63
 """A sequence number that is higher than that of any node of a forward pass."""
@@ -98,3 +101,21 @@ def run_first(node: Any) -> None:
     Of the nodes that are ready, autograd runs the one that was created last. A node that stays for many passes would run last.
     """
     node._set_sequence_nr(MOST_URGENT)
+
+
+def styles_of_torch(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the styles of torch that parallelize_module has applied to a module.
+
+    torch does not record them. They are known by the hooks that torch puts on the module, which hold the style or its methods.
+    """
+    found: dict[str, None] = {}
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if not getattr(hook, "__module__", "").startswith("torch.distributed.tensor."):
+            continue
+        for cell in getattr(hook, "__closure__", None) or ():
+            held = cell.cell_contents
+            if isinstance(held, partial):
+                found[held.func.__qualname__.partition(".")[0]] = None
+            elif isinstance(held, ParallelStyle):
+                found[type(held).__name__] = None
+    return tuple(found)

@@ -687,6 +687,12 @@ class RaggedProblem(Problem):
         return self.op == "ragged_all_to_all_matmul"
 
     @property
+    def shard_bytes(self) -> int:
+        """The bytes that one rank sends to one peer, if all ranks get equal parts of its rows."""
+        rows = -(-min(self.capacity, self.m) // self.world_size)
+        return rows * (self.row_bytes(self.k) if self.dispatches else self.n * self.itemsize)
+
+    @property
     def arriving(self) -> tuple[int, int]:
         """The shape of the counts of segments that arrive at a rank, in the order in which they land."""
         extents = (self.experts, self.world_size)

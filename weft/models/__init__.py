@@ -10,6 +10,7 @@ vocabulary.py                                the embedding, sharded by the vocab
 experts.py  expert_parallel.py               mixture of experts, and the style that shards experts over ranks
 embedding_bags.py                            embedding tables that are distributed over ranks
 communicating.py                             the communicating layers of a model, which weft.overlap_report lists
+preview.py                                   these layers of a config, for weft plan
 """
 
 from __future__ import annotations

@@ -6,11 +6,16 @@ reason why weft does not overlap it. `weft.overlap_report` lists all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
+
+from weft.compat.dtensors import styles_of_torch
 
 _RECORDED = "_weft_layers"
 _MOST_SEEN = 256
@@ -21,21 +26,34 @@ class LayerCalls:
     """LayerCalls records the (operator, rows of all ranks) of a layer's calls.
 
     compiled: some calls ran in compiled code, which does not record them.
+    pending: calls of backward passes that have not run yet, or never will.
     seen: what callers know about calls that are recorded."""
 
     calls: set[tuple[str, int]] = field(default_factory=set)
     compiled: bool = False
+    pending: set[tuple[str, int]] = field(default_factory=set)
     seen: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def record(self, operators: Iterable[str], rows: int | None, *, eager: bool) -> None:
-        """Record the operators that a call runs, now or in its backward.
+    def record(self, operators: Iterable[str], rows: int | None, *, eager: bool, backward: Iterable[str] = ()) -> None:
+        """Record the operators that a call runs. Those of its backward pass are recorded when that runs (`watch`).
 
         eager: torch does not compile the call. Otherwise `rows` is not read: a guard on it would cause another compilation."""
         if not eager or not isinstance(rows, int):
             self.compiled = True
             return
-        for operator in operators:
-            self.calls.add((operator, rows))
+        self.calls |= {(operator, rows) for operator in operators}
+        self.pending |= {(operator, rows) for operator in backward} - self.calls
+
+    def watch(self, results: Iterable[torch.Tensor], backward: Iterable[str], rows: int) -> None:
+        """Record these operators once a gradient of one of the results is known, which starts the backward pass of a call."""
+        for call in self.pending.intersection((operator, rows) for operator in backward):
+            for result in results:
+                if result.requires_grad:
+                    result.register_hook(partial(self._note_backward, call))  # type: ignore[no-untyped-call]
+
+    def _note_backward(self, call: tuple[str, int], grad: torch.Tensor) -> None:
+        self.calls.add(call)
+        self.pending.discard(call)
 
     def is_new(self, *call: Any) -> bool:
         """Return whether a call is not recorded yet. It is for eager calls. call: what determines its operators and rows."""
@@ -114,7 +132,34 @@ def recorded_layers(module: nn.Module) -> tuple[CommunicatingLayer, ...]:
 
 
 def communicating_layers(model: nn.Module) -> Iterator[CommunicatingLayer]:
-    """Yield the communicating layers of a model in the order of its modules, each with its module's name."""
+    """Yield the communicating layers of a model in the order of its modules, each with its module's name.
+
+    Places of torch's own styles are included.
+    """
     for name, module in model.named_modules():
-        for layer in recorded_layers(module):
+        recorded = recorded_layers(module)
+        for layer in recorded:
             yield replace(layer, module=name)
+        for style in styles_of_torch(module):
+            if not any(layer.reason.startswith(f"torch's {style}") for layer in recorded):
+                yield CommunicatingLayer(module=name, reason=_left_to_torch(module, style))
+
+
+def _left_to_torch(module: nn.Module, style: str) -> str:
+    """Return the reason why weft does not overlap a place of one of torch's styles."""
+    instead = f"weft.{style}" if isinstance(module, nn.Linear) else {"PrepareModuleInput": "weft.SharedInput"}.get(style)
+    advice = f"; {instead} takes its place" if instead else ", as it has no matmul of its own"
+    return f"torch's {style}: left to torch{advice}"
+
+
+def layers_of_places(model: nn.Module) -> dict[CommunicatingLayer, list[CommunicatingLayer]]:
+    """Return the communicating layers of each place of a model.
+
+    A place stands for the layers that differ only in the number of their block. Its module's name represents all blocks:
+    model.layers.*.mlp.
+    """
+    found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
+    for layer in communicating_layers(model):
+        place = replace(layer, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.module))
+        found.setdefault(place, []).append(layer)
+    return found

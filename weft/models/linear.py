@@ -45,6 +45,8 @@ from weft.models.communicating import LayerCalls
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import (
     ProductSettings,
+    backward_ops_of_columns,
+    backward_ops_of_rows,
     call_of_columns,
     call_of_rows,
     columns,
@@ -175,12 +177,16 @@ class SharedInputLinears:
         if eager and total is not None and self.settings.float8 is None and "_weft_kind" not in members[0].__dict__:
             outs = self.repeated.multiply(x, members, self._call_of, dim, total)
             if outs is not None:
+                self._watch(x, outs, dim, total)
                 return with_biases(outs, biases)
         weights: list[Any] = [get_weight(member, eager) for member in members]
         self._record(x, dim, total, eager)
         multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
         group = group_of(members[0], eager=eager)
-        return multiply(x, weights, biases, group, self.settings, dim=dim, total=total)
+        outs = multiply(x, weights, biases, group, self.settings, dim=dim, total=total)
+        if eager:
+            self._watch(x, outs, dim, total)
+        return outs
 
     def _call_of(self, x: Tensor, factors: Sequence[Tensor], dim: int, total: int) -> Call:
         self._record(x, dim, total, eager=True)
@@ -188,7 +194,12 @@ class SharedInputLinears:
 
     def _record(self, x: Tensor, dim: int, total: int | None, eager: bool) -> None:
         if not eager or self.ran.is_new(x.shape, dim, total, x.requires_grad, torch.is_grad_enabled()):
-            self.ran.record(ops_of_columns(x, total), count_rows(x, dim, total), eager=eager)
+            after = backward_ops_of_columns(x, total)
+            self.ran.record(ops_of_columns(total), count_rows(x, dim, total), eager=eager, backward=after)
+
+    def _watch(self, x: Tensor, outs: Sequence[Tensor], dim: int, total: int | None) -> None:
+        if self.ran.pending:
+            self.ran.watch(outs, backward_ops_of_columns(x, total), count_rows(x, dim, total))
 
 
 class ColumnLinear(nn.Linear):
@@ -216,11 +227,15 @@ class RowLinear(nn.Linear):
         if eager and scatter and settings.float8 is None and "_weft_kind" not in self.__dict__:
             out = self._weft_repeated.multiply(input, (self,), self._call_of, dim)
             if out is not None:
+                self._watch(input, out, scatter)
                 return with_biases([out], [bias])[0]
         weight: Any = get_weight(self, eager)
         self._record(input, scatter, eager)
         multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
-        return multiply(input, weight, bias, group_of(self, eager=eager), settings, dim=dim, scatter=scatter)
+        out = multiply(input, weight, bias, group_of(self, eager=eager), settings, dim=dim, scatter=scatter)
+        if eager:
+            self._watch(input, out, scatter)
+        return out
 
     def _call_of(self, x: Tensor, factors: Sequence[Tensor], dim: int) -> Call:
         self._record(x, True, eager=True)
@@ -228,7 +243,12 @@ class RowLinear(nn.Linear):
 
     def _record(self, x: Tensor, scatter: bool, eager: bool) -> None:
         if not eager or self._weft_ran.is_new(x.shape, scatter, torch.is_grad_enabled()):
-            self._weft_ran.record(ops_of_rows(scatter), count_rows(x, 0, None), eager=eager)
+            after = backward_ops_of_rows(scatter)
+            self._weft_ran.record(ops_of_rows(scatter), count_rows(x, 0, None), eager=eager, backward=after)
+
+    def _watch(self, x: Tensor, out: Tensor, scatter: bool) -> None:
+        if self._weft_ran.pending:
+            self._weft_ran.watch([out], backward_ops_of_rows(scatter), count_rows(x, 0, None))
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:

@@ -166,20 +166,26 @@ def _columns(
     return found
 
 
-def ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:
-    """Return the operators that `columns` and its backward run."""
-    if total is None:
-        return ("matmul_all_reduce",) if torch.is_grad_enabled() and x.requires_grad else ()
-    return ("all_gather_matmul", *_in_backward("matmul_reduce_scatter"))
+def ops_of_columns(total: int | None) -> tuple[Op, ...]:
+    """Return the operators that `columns` runs."""
+    return () if total is None else ("all_gather_matmul",)
+
+
+def backward_ops_of_columns(x: Tensor, total: int | None) -> tuple[Op, ...]:
+    """Return the operators that the backward pass of `columns` runs for the gradient of x."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return ()
+    return ("matmul_all_reduce",) if total is None else ("matmul_reduce_scatter",)
 
 
 def ops_of_rows(scatter: bool) -> tuple[Op, ...]:
-    """Return the operators that `rows` and its backward run."""
-    return ("matmul_reduce_scatter", *_in_backward("all_gather_matmul")) if scatter else ("matmul_all_reduce",)
+    """Return the operators that `rows` runs."""
+    return ("matmul_reduce_scatter",) if scatter else ("matmul_all_reduce",)
 
 
-def _in_backward(op: Op) -> tuple[Op, ...]:
-    return (op,) if torch.is_grad_enabled() else ()
+def backward_ops_of_rows(scatter: bool) -> tuple[Op, ...]:
+    """Return the operators that the backward pass of `rows` runs."""
+    return ("all_gather_matmul",) if scatter and torch.is_grad_enabled() else ()
 
 
 def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, settings: ProductSettings) -> list[Tensor]:

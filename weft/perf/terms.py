@@ -20,7 +20,7 @@ import numpy as np
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import AlphaBeta, Machine, Table, Tile
-from weft.core.problem import RATE_ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem
+from weft.core.problem import RATE_ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem, RaggedProblem
 from weft.core.schedule import LaneKind, Schedule
 from weft.perf.shapes import TileShape, streamed_tile, whole_tiles
 
@@ -29,6 +29,8 @@ COLLECTIVES: dict[Op, str] = {
     "matmul_reduce_scatter": "reduce_scatter",
     "matmul_all_to_all": "all_to_all",
     "all_to_all_matmul": "all_to_all",
+    "ragged_matmul_all_to_all": "all_to_all",
+    "ragged_all_to_all_matmul": "all_to_all",
     "matmul_all_reduce": "all_reduce",
     "embedding_bag_all_to_all": "all_to_all_columns",
     "matmul_all_to_all_columns": "all_to_all",
@@ -389,7 +391,7 @@ def _burst_share(problem: Problem, burst_bytes: int) -> float:
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
     """Return the time of the slowest rank's computation alone: its matmul as one cuBLAS GEMM, its lookup, or the user's
-    compute_us. A collective has none."""
+    compute_us. A collective has none. Experts are one GEMM of all rows that a rank sends."""
     if isinstance(problem, CollectiveProblem):
         return 0.0
     if isinstance(problem, ConcurrentProblem):
@@ -398,6 +400,9 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
         elements = problem.m * max(problem.b_sizes)
         busy = hbm_us(machine, gathered_bytes(problem, elements, machine) + elements * problem.itemsize)
         return machine.launch_us + busy if elements else 0.0
+    if isinstance(problem, RaggedProblem):
+        rows, columns = min(problem.capacity, problem.m), problem.n * (2 if problem.gated else 1)
+        return gemm_us(machine, rows, columns, problem.k, problem.rate_name, problem.itemsize)
     ranks = range(problem.world_size)
     sizes = {(problem.product_rows(rank), problem.columns(rank), problem.inner(rank)) for rank in ranks}
     if isinstance(problem, ColumnProblem) and problem.sends_columns:

@@ -14,7 +14,7 @@ from pathlib import Path
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
 from weft.core.machine import Machine, as_machine
-from weft.core.problem import CollectiveProblem, Problem
+from weft.core.problem import CollectiveProblem, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.perf import Outcome, run
 from weft.perf.concurrent import computation_us
@@ -22,7 +22,7 @@ from weft.perf.ranking import estimates, ranked
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.explain import Option, explain
 from weft.planner.values import Plan, predicted
-from weft.schedules import FAMILIES, build, candidates, check_op, distinct, simplicity, spec
+from weft.schedules import FAMILIES, build, candidates, check_op, distinct, ragged, simplicity, spec
 
 MAX_SIMULATED = 5
 """The number of candidates that are simulated, in addition to the sequential program. In 644 problems measured on 2 and 4 x
@@ -47,6 +47,9 @@ def plan(
             sequential program is faster. The plan's `sequential_us` shows the difference.
         chunks: the number of chunks of the candidates. It needs `only`.
 
+    A RaggedProblem (a call with splits) is planned with the schedule `fused`, the only one that runs on GPUs, and as if every
+    expert got an equal part of the rows. `sequential_us` is the time of the sequential one, with no wait for counts.
+
     If the result of the problem is empty, the sequential program is the only candidate, unless `schedules` or `only` is given.
 
     Raises ValueError if
@@ -57,11 +60,13 @@ def plan(
     - weft or the operator lacks the family
     - a schedule is for a different problem
     """
-    require("problem", problem, Problem, "use a weft.Problem, LookupProblem or CollectiveProblem")
+    require("problem", problem, Problem, "use a weft.Problem, LookupProblem, RaggedProblem or CollectiveProblem")
     machine = as_machine(machine)
     machine.require_for(problem)
     if not isinstance(problem, (CollectiveProblem, ConcurrentProblem)):
         machine.tflops(problem.rate_name)
+    if isinstance(problem, RaggedProblem) and schedules is None and only is None:
+        only = "fused"
     estimates_us = _rank_candidates(problem, machine, only, chunks) if schedules is None else {}
     selected = _select_schedules(problem, machine, schedules, estimates_us, only, chunks)
     options, best = _simulate(selected, machine)
@@ -84,7 +89,7 @@ def plan(
 def _rank_candidates(problem: Problem, machine: Machine, only: str | None, chunks: int | None) -> dict[str, float]:
     """Return the estimated time of every candidate in microseconds, shortest first."""
     _check_arguments(problem, None, only, chunks)
-    if isinstance(problem, ConcurrentProblem) or (only is None and not (problem.m and problem.n)):
+    if isinstance(problem, (ConcurrentProblem, RaggedProblem)) or (only is None and not (problem.m and problem.n)):
         return {}
     if only is not None and chunks is not None:
         build(problem, only, chunks)  # raises ValueError if the problem cannot be cut into so many chunks
@@ -106,6 +111,8 @@ def _select_schedules(
     if schedules is not None:
         _check_arguments(problem, schedules, only, chunks)
         selected = [s for s in schedules if only in (None, s.name) and chunks in (None, s.chunks)]
+    elif isinstance(problem, RaggedProblem):
+        selected = [build(problem, only or "fused")]
     elif isinstance(problem, ConcurrentProblem):
         selected = candidates(problem, fan_out=machine.fans_out)
     else:
@@ -124,9 +131,12 @@ def _check_arguments(problem: Problem, schedules: Sequence[Schedule] | None, onl
         raise ValueError(f"chunks is {chunks}, but only is None; set only to the family that chunks are for")
     if only is not None and isinstance(problem, ConcurrentProblem):
         raise ValueError(f"only is {only!r}, but the schedules of {problem} have no families; use schedules instead")
-    if only is not None and only not in FAMILIES:
-        raise ValueError(f"only is {only!r}; weft has {', '.join(FAMILIES)}")
-    if only is not None:
+    known = ragged.FAMILIES if isinstance(problem, RaggedProblem) else FAMILIES
+    if only is not None and only not in known:
+        raise ValueError(f"only is {only!r}; weft has {', '.join(known)}")
+    if isinstance(problem, RaggedProblem) and chunks is not None:
+        raise ValueError(f"chunks is {chunks}; schedules of {problem.op} have no chunks, leave it out")
+    if only is not None and not isinstance(problem, RaggedProblem):
         check_op(only, problem.op)
         if chunks is not None and not FAMILIES[only].chunked:
             raise ValueError(f"chunks is {chunks}, but only is {only!r}, which has no chunks; leave it out")

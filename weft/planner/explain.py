@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import Machine
-from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem
+from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem, RaggedProblem
 from weft.core.schedule import Copy, Gemm, Lookup, Push, Reduce, Schedule, Signal, Wait
 from weft.core.work import continued
 from weft.perf import run
@@ -68,6 +68,8 @@ def explain(problem: Problem, machine: Machine, options: Sequence[Option], seque
     if isinstance(problem, ConcurrentProblem):
         return _explain_concurrent(problem, machine, chosen, sequential_us)
     bound = _describe_bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)
+    if isinstance(problem, RaggedProblem):
+        return f"{bound} A call with splits runs {chosen.candidate.spec}, which {_compare(chosen.predicted_us, sequential_us)}."
     if asked and chosen.schedule.name == "sequential":
         return f"{bound} sequential was asked for and takes {chosen.predicted_us:.0f} us."
     if asked:

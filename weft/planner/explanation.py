@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.machine import Machine, as_machine, within
-from weft.core.problem import LookupProblem, Problem
+from weft.core.problem import LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.perf.ranking import estimates, heuristic
 from weft.planner.choose import plan
@@ -84,6 +84,8 @@ def explain_plan(found: Plan, machine: Machine) -> Explanation:
     problem = found.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
         return Explanation(plan=found, parts={}, signatures=(), taxes=(), by_sizes="sequential", changes=())
+    if isinstance(problem, RaggedProblem):  # its losses follow from the routing, which is unknown
+        return Explanation(plan=found, parts={}, signatures=(), taxes=(), by_sizes=found.chosen.spec, changes=())
     specs = [found.chosen.spec, *_rivals(found)]
     simulated = {one.spec: one for one in reversed(found.candidates)}
     first = [spec for spec in specs if spec in simulated][:2]

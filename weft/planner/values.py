@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import Machine
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.perf.terms import whole_collective_us, whole_gemm_us
@@ -67,7 +67,7 @@ class Plan:
     spans: the predicted spans of the chosen schedule. why: the reason, in one or two sentences.
     """
 
-    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem
+    problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem | RaggedProblem
     machine: str
     candidates: tuple[Candidate, ...]
     sequential_us: float

@@ -4,12 +4,11 @@
     print(report)                              report.html() returns a self-contained page, and report.write(path) writes it
 
 It reads the calls that the process group's operators have run and measured (weft.choices). It matches problems to places by
-their sizes, the requested schedule, and the calls that each place has recorded.
+their sizes, the requested schedule, and the calls that each place has recorded, forward and backward.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +20,7 @@ from torch import nn
 from weft import schedules
 from weft.core.errors import require
 from weft.core.problem import REDUCTIONS, Op, Problem
-from weft.models.communicating import CommunicatingLayer, LayerCalls, communicating_layers
+from weft.models.communicating import CommunicatingLayer, LayerCalls, layers_of_places, recorded_layers
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.overlap_page import page
@@ -87,10 +86,8 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     model: a model after weft.parallelize, or after parallelize_module with weft's styles. Raises ValueError for other models.
     """
     require("model", model, nn.Module, "pass the model that weft.parallelize or parallelize_module was called with")
-    found: dict[CommunicatingLayer, list[CommunicatingLayer]] = {}
-    for layer in communicating_layers(model):
-        found.setdefault(_without_number(layer), []).append(layer)
-    if not found:
+    found = layers_of_places(model)
+    if not any(map(recorded_layers, model.modules())):
         raise ValueError(
             f"model is a {type(model).__name__} in which weft runs nothing; apply weft.parallelize, or parallelize_module with "
             "weft.ColwiseParallel, RowwiseParallel or SharedInput first. What torch.compile overlaps with weft.CompilePass is "
@@ -99,8 +96,8 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     places = []
-    for same in found.values():
-        layer = replace(_without_number(same[0]), ran=_merge_calls(same))
+    for place, same in found.items():
+        layer = replace(place, ran=_merge_calls(same))
         # Problems that look the same in the report, because they differ only in their dtype for example, are one line.
         places.append(ReportedPlace(layer=layer, count=len(same), calls=tuple(dict.fromkeys(_find_calls(layer, device)))))
     return OverlapReport(model=type(model).__name__, places=tuple(places))
@@ -112,11 +109,6 @@ def _merge_calls(layers: Sequence[CommunicatingLayer]) -> LayerCalls | None:
     if len(all_ran) < len(layers):
         return None
     return LayerCalls({call for ran in all_ran for call in ran.calls}, any(ran.compiled for ran in all_ran))
-
-
-def _without_number(layer: CommunicatingLayer) -> CommunicatingLayer:
-    """Return the layer with a module name that represents all blocks: model.layers.*.mlp."""
-    return replace(layer, module=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", layer.module))
 
 
 def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[ReportedCall]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from weft.core.problem import LookupProblem, Problem
@@ -53,7 +54,7 @@ def _versus(us: float) -> str:
 def halves(problem: Problem) -> tuple[str, str]:
     """Return the names of an operator's computation and its collective."""
     work = "lookup" if isinstance(problem, LookupProblem) else "matmul"
-    collective = problem.op.replace("matmul", "").replace("embedding_bag", "").replace("columns", "").strip("_")
+    collective = re.sub("ragged|matmul|embedding_bag|columns", "", problem.op).strip("_")
     return work, collective.replace("_", "-")
 
 

@@ -25,15 +25,33 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 from weft.core import codec
-from weft.planner.models.config import read_config
-from weft.planner.models.values import EmbeddingCall, Model, OperatorCall, Uncovered
+from weft.core.problem import EXCHANGES
+from weft.planner.models.blocks import place_calls
+from weft.planner.models.config import read_config, read_transformers_config
+from weft.planner.models.values import EmbeddingCall, ExpertsCall, Model, OperatorCall, Place, Uncovered
 
-__all__ = ["LookupCall", "Model", "OperatorCall", "Uncovered", "decode_calls", "load_model", "operator_calls", "preset_names"]
+__all__ = [
+    "EmbeddingCall",
+    "ExpertsCall",
+    "Model",
+    "OperatorCall",
+    "Place",
+    "Uncovered",
+    "choose_expert_calls",
+    "config_path",
+    "decode_calls",
+    "load_model",
+    "operator_calls",
+    "place_calls",
+    "preset_names",
+    "read_transformers_config",
+]
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 """The name of a model on the Hugging Face Hub is OWNER/NAME."""
@@ -57,6 +75,28 @@ def operator_calls(model: Model) -> tuple[OperatorCall, ...]:
     if model.experts:
         found += _experts(model)
     return tuple(found)
+
+
+def choose_expert_calls(
+    model: Model, calls: Sequence[OperatorCall], ranks: int, *, even: str = ""
+) -> tuple[Model, tuple[OperatorCall, ...]]:
+    """Return the calls, with those of experts as weft.ExpertParallel makes them, and the model with a note that says so.
+
+    Where it does not make them, they stay all-to-alls of even shares, and the note says why. even: a reason of the caller's."""
+    if not any(call.op in EXCHANGES for call in calls):
+        return model, tuple(calls)
+    if not even and model.read and not model.places:
+        even = "it is not known whether weft.ExpertParallel takes this model"
+    if not even and model.experts % ranks:
+        even = f"weft.ExpertParallel refuses {model.experts} experts on {ranks} ranks"
+    note = f"experts are all-to-alls of even shares: {even}"
+    if not even:
+        note = (
+            "experts are calls with splits, as weft.ExpertParallel makes them, predicted for an even routing; their sequential "
+            "time leaves out that the host waits for counts"
+        )
+        calls = [ExpertsCall(**vars(call), experts=model.experts) if call.op in EXCHANGES else call for call in calls]
+    return replace(model, notes=(note, *model.notes)), tuple(calls)
 
 
 def decode_calls(model: Model) -> tuple[OperatorCall, ...]:
@@ -116,7 +156,9 @@ def _unknown(name: str) -> str:
 def _lookup(model: Model) -> EmbeddingCall:
     dims = (model.embedding_dim,) * model.tables
     pooling = round(sum(model.pooling) / len(model.pooling)) if model.pooling else 1
-    return EmbeddingCall(name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims)
+    return EmbeddingCall(
+        name="embedding tables", op="embedding_bag_all_to_all", n=sum(dims), k=pooling, dims=dims, pooling=model.pooling
+    )
 
 
 def _attention(model: Model) -> list[OperatorCall]:

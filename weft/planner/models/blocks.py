@@ -12,9 +12,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
-from weft.core.problem import Op
-from weft.planner.models.values import OperatorCall, Uncovered
+from weft.core.problem import EXCHANGES, Op
+from weft.planner.models.values import Model, OperatorCall, Place, Uncovered
 
 COLUMNS = re.compile(
     r"(q|k|v|qkv|g|a|b|gate|up|gate_up)_proj|in_proj(_\w+)?|[wW]?qkv|W[qkv]|w[13]|Wi|c_attn|c_fc|fc1|fc_in|query_key_value"
@@ -152,3 +153,46 @@ def _name_by_layer(calls: dict[OperatorCall, _Seen]) -> tuple[OperatorCall, ...]
             name += f" of {seen.block}" if first in (min(other.layers) for other in others) else f" of layer {first}"
         named.append(replace(call, name=name, layers=len(seen.layers)))
     return tuple(named)
+
+
+def notes_on_layers(calls: Sequence[OperatorCall], uncovered: Sequence[Uncovered], layers: int) -> tuple[str, ...]:
+    """Return notes about calls that only some of a model's layers have, and about matmuls that no call covers."""
+    some: dict[int, list[str]] = {}
+    for call in calls:
+        if call.layers < layers:
+            some.setdefault(call.layers, []).append(call.name)
+    return (
+        *(f"{count} of {layers} layers have {', '.join(names)}" for count, names in some.items()),
+        *(f"not covered: {one}" for one in uncovered),
+    )
+
+
+def place_calls(model: Model, places: Sequence[Place]) -> Model:
+    """Return a model that was read from its modules, with the operator calls of these places in place of its own."""
+    calls = [call for place in places for call in _calls_at(model, place, places)]
+    made = {(call.op, call.n, call.k) for call in calls}
+    without = [call.name for call in model.read if (call.op, call.n, call.k) not in made]
+    before = notes_on_layers(model.read, model.uncovered, model.layers)
+    notes = [f"weft.parallelize runs no operator for {', '.join(without)}"] if without else []
+    notes += [note for note in model.notes if note not in before]
+    return replace(
+        model,
+        read=tuple(calls),
+        places=tuple(places),
+        notes=(*notes, *notes_on_layers(calls, model.uncovered, model.layers)),
+    )
+
+
+def _calls_at(model: Model, place: Place, places: Sequence[Place]) -> list[OperatorCall]:
+    """Return the operator calls of a forward pass at one place."""
+    if not place.operators or place.backward_only:
+        return []
+    if not place.n:  # experts have the sizes of the model's
+        return [replace(call, layers=place.count) for call in model.read if call.op in EXCHANGES]
+    op, rows = place.operators[0], [one for one in places if one.module == place.module and one.n == model.hidden]
+    last = op == "matmul_reduce_scatter"
+    label = next((label for label, pattern in LABELS if re.search(pattern, place.module, re.IGNORECASE)), place.module)
+    name = _names(label, any(place.n == 2 * row.k for row in rows), [])[last]
+    sizes = {(one.n, one.k) for one in places if one.operators[:1] == (op,) and one.module == place.module}
+    name += f" N={place.n} K={place.k}" if len(sizes) > 1 else ""
+    return [OperatorCall(name=name, op=cast(Op, op), n=place.n, k=place.k, layers=place.count)]

@@ -75,6 +75,12 @@ def read_config(path: Path) -> Model:
         raise ValueError(f"{path}: {error}") from None
 
 
+def read_transformers_config(path: Path) -> Any:
+    """Return a config.json that `read_config` can read as an object of transformers; None without transformers."""
+    data = _with_floats(codec.read_data(path))
+    return _of_transformers(data["model_type"], data)
+
+
 def _with_floats(data: Any) -> Any:
     # transformers 5 saves numbers that JSON does not have as {"__float__": "Infinity"}, and reads them back.
     if isinstance(data, list):

@@ -17,8 +17,8 @@ from dataclasses import replace
 from logging import CRITICAL
 from typing import Any
 
-from weft.planner.models.blocks import ROWS, LayerWeight, count_calls
-from weft.planner.models.values import Model, OperatorCall, Uncovered
+from weft.planner.models.blocks import ROWS, LayerWeight, count_calls, notes_on_layers
+from weft.planner.models.values import Model
 
 TOP_K = (
     "num_experts_per_tok",
@@ -47,7 +47,7 @@ def read_modules(config: Any, given: dict[str, Any], *, name: str, source: str) 
     hidden = _value(config, "hidden_size")
     if not isinstance(hidden, int) or isinstance(hidden, bool):
         raise ValueError(f"hidden_size is {hidden!r:.60}; it must be a whole number")
-    model = _build(config)
+    model = build_modules(config)
     layers = [tuple(_matmuls(layer, hidden)) for layer in _layers(model, config.model_type)]
     experts = max((one.experts for layer in layers for one in layer), default=0)
     visits = _top_k(config, given, experts) if experts else 0
@@ -73,7 +73,7 @@ def read_modules(config: Any, given: dict[str, Any], *, name: str, source: str) 
         expert_intermediate=widths.get("expert down + combine", 0),
         read=calls,
         uncovered=uncovered,
-        notes=_unread(config, given, model) + _notes(calls, uncovered, len(layers)),
+        notes=_unread(config, given, model) + notes_on_layers(calls, uncovered, len(layers)),
     )
 
 
@@ -93,17 +93,6 @@ def _unread(config: Any, given: dict[str, Any], model: Any) -> tuple[str, ...]:
     return (f"{type(model).__name__} of transformers does not read {', '.join(unread)}: layers may differ",) if unread else ()
 
 
-def _notes(calls: Sequence[OperatorCall], uncovered: Sequence[Uncovered], layers: int) -> tuple[str, ...]:
-    some: dict[int, list[str]] = {}
-    for call in calls:
-        if call.layers < layers:
-            some.setdefault(call.layers, []).append(call.name)
-    return (
-        *(f"{count} of {layers} layers have {', '.join(names)}" for count, names in some.items()),
-        *(f"not covered: {one}" for one in uncovered),
-    )
-
-
 def _check_counts(config: Any) -> None:
     for key, value in config.to_dict().items():
         counts = re.fullmatch(r"(\w*_)?(num|n|count)\w*(layer|expert)s?\w*", key)
@@ -111,15 +100,18 @@ def _check_counts(config: Any) -> None:
             raise ValueError(f"{key} is {value}; weft reads models of at most {MOST}")
 
 
-def _build(config: Any) -> Any:
-    """Build the model's modules. Raises ValueError if transformers cannot build them."""
+def build_modules(config: Any, *, head: bool = False) -> Any:
+    """Build the model's modules on the meta device. Raises ValueError if transformers cannot build them.
+
+    head: build the causal language model, if there is one, and not the decoder alone."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
     if type(config) not in MODEL_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model_type is {config.model_type!r}, of which transformers has no model that reads text alone")
-    auto = AutoModel if type(config) in MODEL_MAPPING else AutoModelForCausalLM
+    only = type(config) in MODEL_MAPPING and not (head and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+    auto: Any = AutoModel if only else AutoModelForCausalLM
     try:
         with silent(), torch.device("meta"):
             build: Any = auto.from_config

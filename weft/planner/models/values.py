@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, fields, replace
 
-from weft.core.problem import EXCHANGES, GATHERS, ITEMSIZE, DType, LookupProblem, Op, Problem, Scaling, split
+from weft.core.problem import EXCHANGES, GATHERS, ITEMSIZE, DType, LookupProblem, Op, Problem, RaggedProblem, Scaling, split
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +36,52 @@ class OperatorCall:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsCall(OperatorCall):
+    """ExpertsCall is a call with splits on the device, as weft.ExpertParallel makes it. experts: the experts of all ranks."""
+
+    experts: int
+
+    def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
+        """Return the problem of a call in which every rank sends and receives equally many rows. Raises ValueError as
+        RaggedProblem does."""
+        even = super().problem(tokens, world_size, dtype, scaling)
+        op: Op = "ragged_all_to_all_matmul" if self.op == "all_to_all_matmul" else "ragged_matmul_all_to_all"
+        experts = self.experts // world_size
+        return RaggedProblem(
+            op=op,
+            m=even.m,
+            n=self.n,
+            k=self.k,
+            world_size=world_size,
+            dtype=dtype,
+            scaling=even.scaling,
+            capacity=even.m,
+            experts=experts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EmbeddingCall(OperatorCall):
-    """EmbeddingCall looks up bags of `k` rows on average in tables of `n` columns in total. dims: the columns of each table."""
+    """EmbeddingCall looks up bags of `k` rows on average in tables of `n` columns in total.
+
+    dims: the columns of each table. pooling: the rows of a bag of each table; empty if all have `k`."""
 
     dims: tuple[int, ...]
+    pooling: tuple[int, ...] = ()
 
     def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
         """Return the problem of a batch of `tokens` samples, with the tables spread over all ranks.
 
+        All bags of the problem have equally many rows: as many as the busiest rank reads for one of its columns.
+
         Raises ValueError as LookupProblem does, and for FP8."""
         if scaling is not None:
             raise ValueError(f"dtype is {scaling.a!r}; {self.name} looks up rows of tables, use {', '.join(ITEMSIZE)}")
-        dims = tuple(self.dims[low:high] for low, high in split(len(self.dims), world_size))
-        return LookupProblem.of(batch=tokens, dims=dims, pooling=self.k, dtype=dtype)
+        tables, rows = split(len(self.dims), world_size), self.pooling or (self.k,) * len(self.dims)
+        dims = tuple(self.dims[low:high] for low, high in tables)
+        read = [sum(map(operator.mul, own, rows[low:high])) for own, (low, high) in zip(dims, tables, strict=True)]
+        pooling = max(1, -(-max(read) // max(map(sum, dims))))
+        return LookupProblem.of(batch=tokens, dims=dims, pooling=pooling, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +103,34 @@ class Uncovered:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Place:
+    """Place is where a model communicates after weft.parallelize, as weft.overlap_report lists it.
+
+    module: its name in the model, with * for the number of a layer. parts: the children that share the collective.
+    count: how often the model has this place. operators: those that run there, the first one in a training step; empty if weft
+    does not overlap the place. reason: why not, or another remark. n, k: the sizes of the first operator's problem; 0 if only
+    the model's sizes say them. backward_only: the operators run in the backward pass only."""
+
+    module: str
+    parts: tuple[str, ...] = ()
+    count: int = 1
+    operators: tuple[str, ...] = ()
+    reason: str = ""
+    n: int = 0
+    k: int = 0
+    backward_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """The place's name, as in weft.overlap_report."""
+        return ": ".join(filter(None, (self.module, ", ".join(self.parts))))
+
+    def __str__(self) -> str:
+        verdict = "" if self.operators else "sequential"
+        return f"{self.count} x {self.name}: " + "; ".join(filter(None, (", ".join(self.operators), verdict, self.reason)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """Model has one model's static sizes. A size that does not apply is 0.
 
@@ -81,6 +143,7 @@ class Model:
     tables, embedding_dim: the sizes of a recommendation model. pooling: the rows that a sample looks up in each table.
     read: the operator calls as read from the model's modules; empty if they follow from the sizes.
     uncovered: the layers' matmuls that no operator call covers.
+    places: where the model communicates after weft.parallelize; empty if that is not known.
     notes: remarks on the model for the readers of a plan.
 
     Raises ValueError for a negative size, and if kv_heads does not divide heads.
@@ -103,6 +166,7 @@ class Model:
     pooling: tuple[int, ...] = ()
     read: tuple[OperatorCall, ...] = ()
     uncovered: tuple[Uncovered, ...] = ()
+    places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
