@@ -79,17 +79,24 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
     }[module](gpu)
 
 
-def gemm_example(blocks: TileShape, gpu: Capabilities, *, out_tma: bool = True, inner: bool = False) -> Example:
-    """Tiles that wait, add, count, and go to peers. out_tma: results can be stored by descriptors."""
+_ADDED_DESCRIPTORS = ("added_a_desc", "added_b_desc", "added_b_half_desc")
+
+
+def gemm_example(
+    blocks: TileShape, gpu: Capabilities, *, out_tma: bool = True, inner: bool = False, added: bool = False
+) -> Example:
+    """Tiles that wait, add, count, and go to peers. out_tma: results can be stored by descriptors. added: two products are
+    added up."""
     variant = gemm_kernel.Variant(
         BLOCK_M=blocks.m,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
         GROUP=blocks.group,
-        TWO_SOURCES=True,
+        TWO_SOURCES=not added,
         B_TRANSPOSED=False,
         GATED=True,
         INNER=inner,
+        ADDED=added,
         COUNTED=True,
         ADDRESSED=True,
         OUT_TMA=out_tma,
@@ -126,9 +133,13 @@ def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant, a: str = "bf16
     """A variant of the GEMM kernel, with blocks of this shape. a, b: their element types; that of the result is bfloat16."""
     half = blocks.n // 2 if blocks.halves else blocks.n
     types: Types = dict.fromkeys(("a0_desc", "a1_desc"), _tile(blocks.m, blocks.k, of=a))
+    if variant.ADDED:
+        types["added_a_desc"] = types["a0_desc"]
     for name, width in (("", blocks.n), ("_half", half)):
         shape = (width, blocks.k) if variant.B_TRANSPOSED else (blocks.k, width)
         types[f"b{name}_desc"] = _tile(*shape, of=b)
+        if variant.ADDED:
+            types[f"added_b{name}_desc"] = types[f"b{name}_desc"]
         types[f"adds{name}_desc"] = _tile(blocks.m, width)
         stored = _tile(*([1] * variant.ADDRESSED), blocks.m, width) if variant.OUT_TMA else "*bf16"
         types |= {f"out{name}_desc": stored, f"scattered{name}_desc": stored if variant.ADDRESSED else "*bf16"}
@@ -144,10 +155,10 @@ def gemm_variant(blocks: TileShape, variant: gemm_kernel.Variant, a: str = "bf16
     )
     return Example(
         kernel=gemm_kernel.gemm_kernel,
-        words=f"{blocks.m} x {blocks.n}{', slices of K' * variant.INNER}",
-        constants={"V": variant, "scales": None},
+        words=f"{blocks.m} x {blocks.n}{', slices of K' * variant.INNER}{', two products' * variant.ADDED}",
+        constants={"V": variant, "scales": None} | ({} if variant.ADDED else dict.fromkeys(_ADDED_DESCRIPTORS)),
         types=types | {"out_ptr": "*bf16"},
-        multiples=("N", "K", "out_stride"),
+        multiples=("N", "K", "added_K", "out_stride"),
         warps=blocks.warps,
         stages=blocks.stages,
     )
@@ -161,6 +172,7 @@ def _gemms(gpu: Capabilities) -> Iterator[Example]:
     shapes = shapes_for(gpu)
     yield gemm_example(shapes[0], gpu)
     yield gemm_example(shapes[-1], gpu, inner=True)
+    yield gemm_example(shapes[0], gpu, added=True)
     for scaling in SCALINGS:
         for blocks in shapes_for(gpu, scaling):
             yield scaled_example(blocks, gpu, scaling)

@@ -196,6 +196,8 @@ class Problem:
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
     b_sizes: by rank, the length of b's sharded dimension (N or K) if it differs from `split`; not for an all-to-all.
     addends: the tensors that matmul_all_reduce adds to the sum over ranks, in the order of ADDENDS.
+    products: how many products each rank of an operator of REDUCTIONS adds up. Their a are side by side along K, and their b
+    one below the other; k is of all of them.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
     MOST_WORLD), or inconsistent sizes.
@@ -217,6 +219,7 @@ class Problem:
     addends: tuple[Addend, ...] = ()
     nodes: tuple[int, ...] = ()
     scaling: Scaling | None = None
+    products: int = 1
 
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
@@ -230,7 +233,7 @@ class Problem:
             raise ValueError(f"reduce_op is {self.reduce_op!r}; {self.op} {does} nothing, use 'sum'")
         if self.return_gathered and self.op not in GATHERS:
             raise ValueError(f"return_gathered is {self.return_gathered!r}; {self.op} gathers nothing to hand back, use False")
-        for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1), ("row_multiple", 1)):
+        for name, low in (("m", 0), ("n", 0), ("k", 1), ("world_size", 1), ("row_multiple", 1), ("products", 1)):
             value, most = getattr(self, name), MOST_WORLD if name == "world_size" else MOST_EXTENT
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= most:
                 raise ValueError(f"{name} is {value!r:.40}; it must be a whole number of at least {low}, and at most {most}")
@@ -248,6 +251,9 @@ class Problem:
         if self.nodes and (len(self.nodes) == 1 or min(self.nodes) < 1 or sum(self.nodes) != self.world_size):
             several = f"the ranks of two nodes or more, each at least 1, {self.world_size} in all; or (), for one node"
             raise ValueError(f"nodes is {self.nodes}; it must be {several}")
+        if self.products > 1 and (self.op not in REDUCTIONS or self.scaling is not None):
+            takes = "with FP8 operands there is one" if self.op in REDUCTIONS else f"{self.op} adds up none"
+            raise ValueError(f"products is {self.products}; {takes}, use 1")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
 
@@ -391,6 +397,7 @@ class Problem:
 
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
+        flags += f" of {self.products} products" * (self.products > 1)
         flags += "".join(f" +{name}" for name in self.addends) + _on_nodes(self.nodes)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self._dtypes} world_size={self.world_size}{flags}"
 

@@ -259,6 +259,7 @@ def gemm(
     tries: int = 1 << 24,
     sms: int = 1,
     adds: torch.Tensor | None = None,
+    added: tuple[torch.Tensor, torch.Tensor] | None = None,
     scales: tuple[tuple[torch.Tensor, ...], torch.Tensor, Recipe] | None = None,
     use_fast_accum: bool = False,
     launched_by: Launcher | None = None,
@@ -270,6 +271,8 @@ def gemm(
     b: [K, N]; either stride may be 1.
     out: [rows, N], or any tensor of the result's dtype and width if all parts are stored by address.
     adds: [rows, N], the tensor that holds the sources which parts add.
+    added: another a [rows, L] and b [L, N], whose product is added before it is rounded. Its b has the layout of the first one,
+        there is one source, and the schedule waits for nothing within K.
     scales: for FP8 operands, whose b has stride (1, ...): the scales of each source, those of b, and their recipe. They are
         float32 of the shapes that weft.core.problem.Scaling names, with any strides. Row i of a source has row i of its scales.
     use_fast_accum: tensor cores sum FP8 products themselves, which rounds more on Hopper. Blockwise scales do not allow it.
@@ -287,11 +290,14 @@ def gemm(
     within = blocks.k == SCALE_BLOCK and SCALE_BLOCK % blocks.n == 0
     assert recipe != "blockwise" or within, f"{blocks}: its tiles cross blocks of scales"
     scales_argument = scales_of(*scales) if scales is not None else None
-    a_shape, b_shape = [blocks.m, blocks.k], [blocks.n, blocks.k] if transposed else [blocks.k, blocks.n]
+    a_shape = [blocks.m, blocks.k]
     first = TensorDescriptor.from_tensor(sources[0], a_shape)
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
     staged = blocks.shared_bytes(blocks.stages, tma=False) + blocks.m * blocks.n * out.element_size() <= gpu.shared_bytes
     out_tma = align == 16 and staged and (not plan.addressed or plan.scattered is not None)
+    assert added is None or (len(sources) == 1 and not plan.inner and (added[1].stride(1) != 1) == transposed), (
+        "a sum of products"
+    )
     row_tiles = plan.rows.shape[0]
     tiles = row_tiles * -(-b.shape[1] // blocks.n)
     # Interpreted blocks run one after the other: a waiting block would delay a block whose tile a peer waits for.
@@ -303,9 +309,8 @@ def gemm(
     arguments = (
         first,
         TensorDescriptor.from_tensor(sources[1], a_shape) if len(sources) > 1 else first,
-        *_whole_and_half(
-            b.t() if transposed else b, b_shape, [half[1], blocks.k] if transposed else [blocks.k, half[1]], halves
-        ),
+        *_b_descriptors(b, blocks, transposed, halves),
+        *((None,) * 3 if added is None else _added_descriptors(added, a_shape, blocks, transposed, halves)),
         *_store_descriptors(out, plan, half, halves, out_tma),
         out,
         *(_whole_and_half(adds, [blocks.m, blocks.n], half, halves) if plan.adding and adds is not None else (out, out)),
@@ -313,7 +318,7 @@ def gemm(
         scales_argument,
         *(amount, tries, _publish_step(plan, b.shape[0])),
         *(uncut, row_tiles, plan.first_adding),
-        *(b.shape[1], b.shape[0], out_stride),
+        *(b.shape[1], b.shape[0], 0 if added is None else added[1].shape[0], out_stride),
     )
     variant = Variant(
         BLOCK_M=blocks.m,
@@ -324,6 +329,7 @@ def gemm(
         B_TRANSPOSED=transposed,
         GATED=plan.gated,
         INNER=plan.inner,
+        ADDED=added is not None,
         COUNTED=plan.counted,
         ADDRESSED=plan.addressed,
         OUT_TMA=out_tma,
@@ -343,6 +349,7 @@ def gemm(
         {"V": variant},
         key=(
             b.shape,
+            None if added is None else added[1].shape,
             out_stride,
             out.data_ptr() % 16,
             transposed,
@@ -355,6 +362,22 @@ def gemm(
         num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
+
+
+def _b_descriptors(b: torch.Tensor, blocks: TileShape, transposed: bool, halves: bool) -> tuple[object, object]:
+    """Return the descriptors of b for whole tiles and for halves."""
+    wide, narrow = blocks.n, blocks.n // 2
+    if transposed:
+        return _whole_and_half(b.t(), [wide, blocks.k], [narrow, blocks.k], halves)
+    return _whole_and_half(b, [blocks.k, wide], [blocks.k, narrow], halves)
+
+
+def _added_descriptors(
+    added: tuple[torch.Tensor, torch.Tensor], a_shape: list[int], blocks: TileShape, transposed: bool, halves: bool
+) -> tuple[object, object, object]:
+    """Return the descriptors of a and b of the product that is added."""
+    a, b = added
+    return TensorDescriptor.from_tensor(a, a_shape), *_b_descriptors(b, blocks, transposed, halves)
 
 
 class PlainGemm:

@@ -48,6 +48,7 @@ class Variant(NamedTuple):
     B_TRANSPOSED: b is stored with K as its contiguous dimension.
     GATED: tiles wait for flags.
     INNER: tiles also wait for flags between slices of K.
+    ADDED: the product of another a and b is added.
     COUNTED: tiles add to flags when they are done.
     ADDRESSED: row tiles may be stored at addresses outside `out`.
     OUT_TMA: tiles whose rows are all valid are stored by TMA.
@@ -70,6 +71,7 @@ class Variant(NamedTuple):
     B_TRANSPOSED: bool
     GATED: bool
     INNER: bool
+    ADDED: bool
     COUNTED: bool
     ADDRESSED: bool
     OUT_TMA: bool
@@ -106,6 +108,8 @@ class Descriptors(NamedTuple):
     a0: Any
     a1: Any
     b: Any
+    added_a: Any
+    added_b: Any
     out: Any
     scattered: Any
     adds: Any
@@ -336,7 +340,7 @@ def _locate_in_order(tile, row_tiles, first_adding, col_tiles, GROUP: tl.constex
 
 @triton.jit
 def _compute_tile(
-    row_tile, col, descs, out_ptr, out_stride, N, K, tables, scales, tries, unpublished,
+    row_tile, col, descs, out_ptr, out_stride, N, K, added_K, tables, scales, tries, unpublished,
     BLOCK_N: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Wait, multiply, add and store the tile of a row tile whose first column is `col`; meanwhile publish the previous tile."""
@@ -371,6 +375,15 @@ def _compute_tile(
     elif V.PROMOTED:
         steps = tl.cdiv(K, V.BLOCK_K)
         acc = multiply_promoted(a_desc, descs.b, acc, a_row, None, col, 0, steps, K, scales, rows, unpublished, BLOCK_N, V)
+    elif V.ADDED:
+        # One loop serves both products, because two would need two sets of pipeline buffers in shared memory.
+        for product in range(2):
+            first, second, inner, flag_address = descs.a0, descs.b, K, unpublished.flag_address
+            if product == 1:
+                first, second, inner = descs.added_a, descs.added_b, added_K
+                flag_address = tl.full((), 0, tl.int64)  # the previous tile is published
+            once = UnpublishedTile(flag_address, unpublished.amount, unpublished.step)
+            acc = _multiply(first, second, acc, a_row, col, 0, tl.cdiv(inner, V.BLOCK_K), once, V)
     else:
         acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), unpublished, V)
     if (V.RECIPE == "tensorwise") or (V.RECIPE == "rowwise"):
@@ -401,15 +414,16 @@ def _load_flag_address(row_tile, tables):
 
 @triton.jit(do_not_specialize=["whole_tile_amount", "tries", "publish_step"])
 def gemm_kernel(
-    a0_desc, a1_desc, b_desc, b_half_desc, out_desc, out_half_desc, scattered_desc, scattered_half_desc, out_ptr,
-    adds_desc, adds_half_desc, tables, scales, whole_tile_amount, tries, publish_step, whole_tiles, row_tiles, first_adding,
-    N, K, out_stride, V: tl.constexpr,
+    a0_desc, a1_desc, b_desc, b_half_desc, added_a_desc, added_b_desc, added_b_half_desc, out_desc, out_half_desc,
+    scattered_desc, scattered_half_desc, out_ptr, adds_desc, adds_half_desc, tables, scales, whole_tile_amount, tries,
+    publish_step, whole_tiles, row_tiles, first_adding, N, K, added_K, out_stride, V: tl.constexpr,
 ):  # fmt: skip
     """Compute the first `whole_tiles` tiles as they are, and with HALVES the left and the right half of each remaining tile.
 
     x_half_desc: descriptors of half tiles.
     tables: Pointers.
     scales: Scales of FP8 operands, or None.
+    added_K: K of the product that is added, or 0.
     whole_tile_amount: the number that a whole tile adds to its flag. A half tile adds half of it.
     publish_step: the step over K at which a tile publishes the previous one.
     first_adding: the first row tile that adds; as many as there are row tiles if none does.
@@ -417,22 +431,28 @@ def gemm_kernel(
     """
     block, blocks = tl.program_id(0), tl.num_programs(0)
     col_tiles = tl.cdiv(N, V.BLOCK_N)
-    descs = Descriptors(a0_desc, a1_desc, b_desc, out_desc, scattered_desc, adds_desc)
+    descs = Descriptors(a0_desc, a1_desc, b_desc, added_a_desc, added_b_desc, out_desc, scattered_desc, adds_desc)
     flag_address, amount = tl.full((), 0, tl.int64), whole_tile_amount
     for tile in range(block, whole_tiles, blocks):
         row_tile, col_tile = _locate_in_order(tile, row_tiles, first_adding, col_tiles, V.GROUP, V.ADDS)
         col, unpublished = col_tile * V.BLOCK_N, UnpublishedTile(flag_address, amount, publish_step)
-        _compute_tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, scales, tries, unpublished, V.BLOCK_N, V)
+        _compute_tile(
+            row_tile, col, descs, out_ptr, out_stride, N, K, added_K, tables, scales, tries, unpublished, V.BLOCK_N, V
+        )
         if V.COUNTED:
             flag_address = _load_flag_address(row_tile, tables)
     if V.HALVES:
         HALF: tl.constexpr = V.BLOCK_N // 2
-        descs = Descriptors(a0_desc, a1_desc, b_half_desc, out_half_desc, scattered_half_desc, adds_half_desc)
+        descs = Descriptors(
+            a0_desc, a1_desc, b_half_desc, added_a_desc, added_b_half_desc, out_half_desc, scattered_half_desc, adds_half_desc
+        )
         for tile in range(2 * whole_tiles + block, 2 * row_tiles * col_tiles, blocks):
             row_tile, col_tile = _locate_in_order(tile // 2, row_tiles, first_adding, col_tiles, V.GROUP, V.ADDS)
             col, unpublished = col_tile * V.BLOCK_N + tile % 2 * HALF, UnpublishedTile(flag_address, amount, publish_step)
             if col < N:
-                _compute_tile(row_tile, col, descs, out_ptr, out_stride, N, K, tables, scales, tries, unpublished, HALF, V)
+                _compute_tile(
+                    row_tile, col, descs, out_ptr, out_stride, N, K, added_K, tables, scales, tries, unpublished, HALF, V
+                )
             elif V.COUNTED:
                 _publish(flag_address, amount, V.ASYNCHRONOUS)
             if V.COUNTED:

@@ -23,6 +23,10 @@ def _of_own_rows(out: Any, a: Tensor, b: Tensor, *_: Any) -> Any:
     return 2 * a.shape[0] * b.shape[0] * b.shape[1]
 
 
+def _of_added_up(out: Any, factors: Sequence[Tensor], bs: Sequence[Tensor], *_: Any) -> Any:
+    return sum(_of_own_rows(out, a, b) for a, b in zip(factors, bs, strict=True))
+
+
 def _of_arriving_rows(out: Sequence[Tensor], a: Tensor, b: Tensor, *_: Any) -> Any:
     """Rows are exchanged, and then multiplied."""
     return 2 * out[0].shape[0] * b.shape[0] * b.shape[1]
@@ -80,7 +84,7 @@ def _of_scaled_rows(
 
 FORMULAS: Mapping[str, Formula] = {
     "all_gather_matmul": _of_several,
-    "matmul_reduce_scatter": _of_own_rows,
+    "matmul_reduce_scatter": _of_added_up,
     "matmul_all_reduce": _of_own_rows,
     "matmul_all_to_all": _of_own_rows,
     "all_to_all_matmul": _of_arriving_rows,

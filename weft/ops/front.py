@@ -44,8 +44,8 @@ class OperatorRequest(NamedTuple):
         remembered only with a BoundCall, which needs nothing but the caller's tensors.
     options: the operator's options.
     group: the process group. None for the whole world.
-    reads: for each of the tensors, how the operator reads it. None for a list of tensors, and for what it reads as it is. It
-        is empty if it reads all as they are.
+    reads: for each of the tensors, or each list of tensors, how the operator reads it. None for what it reads as it is. It is
+        empty if it reads all as they are.
     view: how each result is restored to the caller's shape. None if it is the operator's.
     after: returns what the public function returns, given the restored results. None if that is the same.
 
@@ -69,7 +69,14 @@ class OperatorRequest(NamedTuple):
         if not any(self.reads):
             return list(tensors)
         pairs = zip(tensors, self.reads, strict=True)
-        return [one if read is None or one is None else read.read(one) for one, read in pairs]
+        return [
+            one
+            if read is None or one is None
+            else list(map(read.read, one))
+            if isinstance(one, (list, tuple))
+            else read.read(one)
+            for one, read in pairs
+        ]
 
     def finish(self, results: Any) -> Any:
         """Return what the public function returns, given what the operator does."""

@@ -6,7 +6,7 @@
 Capitals M N K are full extents, m n k a rank's part. The operators of torch.library take flat matrices and a group's name:
 
     weft::all_gather_matmul(a [m, K], bs [K, n]..., ...)   -> [out [M, n], ..., gathered [M, K] if it is asked for]
-    weft::matmul_reduce_scatter(a [M, k], b [k, N], ...)   -> out [m, N]
+    weft::matmul_reduce_scatter(a [M, k]..., b [k, N]..., ...)   -> out [m, N]
 
 The backward of each is the other one, overlapped with its matmul as in the forward:
 
@@ -31,10 +31,10 @@ from weft.ops.common import (
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
+    describe,
     make_empty_operand_after,
     resolve_group,
     rows_of,
-    save_factors,
     schedule_to_spec,
     to_list,
 )
@@ -236,7 +236,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         # An output that is not used gets a gradient of zeros, because ranks may use different outputs and must all make the
         # same call.
         factors = [a.new_zeros(options.rows, b.shape[1]) if g is None else g for g, b in zip(grads, bs, strict=False)]
-        columns = [*bs]
+        columns = [b.t() for b in bs]
         if options.return_gathered and grads[-1] is not None:
             # The same reduce-scatter returns the gradient of the gathered a to its owners, as a product with the identity.
             factors.append(grads[-1])
@@ -244,7 +244,7 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         group = group_named(options.group)
         spec = choose_backward_schedule(options.schedule, "matmul_reduce_scatter")
         back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
-        grad_a = _matmul_reduce_scatter(_concatenate(factors), _concatenate_transposed(columns), *back)
+        grad_a = _matmul_reduce_scatter(factors, columns, *back)
     if any(ctx.needs_input_grad[1]):
         given = [grad_a, *grads]
         after = next((each for each in given if each is not None), a)
@@ -267,8 +267,8 @@ _all_gather_matmul = define(
 
 @public
 def matmul_reduce_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor | Sequence[torch.Tensor],
+    b: torch.Tensor | Sequence[torch.Tensor],
     group: dist.ProcessGroup | None = None,
     *,
     schedule: str | Schedule = "auto",
@@ -281,25 +281,32 @@ def matmul_reduce_scatter(
     Replaces
 
         c = a @ b; dist.reduce_scatter_tensor(out, c, op, group)
+        c = a[0] @ b[0] + a[1] @ b[1] + ...; dist.reduce_scatter_tensor(out, c, op, group)      with lists of a and b
 
     Args:
-        a: [M, ..., k], any strides.
-        b: [k, N].
+        a: [M, ..., k], any strides. Or several, which have the same extents but for the last, k.
+        b: [k, N]. Or several, as many as there are a, each with the k of its a and the same N.
         group: as for all_gather_matmul.
         schedule: as for all_gather_matmul, except for the schedules that only all_gather_matmul has.
         op: "sum" or "avg".
         scatter_dim: the dimension that is scattered (not the last).
 
-    Partial products are rounded to the dtype, summed in float32 in the order of ranks, and rounded once.
+    Partial products are rounded to the dtype, summed in float32 in the order of ranks, and rounded once. Where a kernel adds up
+    several products they are rounded together, else after each addition.
 
-    FP8: a, b, scale_a, scale_b and the options that follow them are as for all_gather_matmul, but tensorwise scales remain
-    tensorwise. Partial products are rounded to output_dtype, and bias [N] is added once, to the sum.
+    FP8: one a and one b, scale_a, scale_b and the options that follow them are as for all_gather_matmul, but tensorwise scales
+    remain tensorwise. Partial products are rounded to output_dtype, and bias [N] is added once, to the sum.
 
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it. If world_size does not divide M, the parts of the
     last ranks are shorter or empty. Raises as all_gather_matmul does.
     """
-    check_operands(a, [b], scaled=True)
-    scaled = quantised("matmul_reduce_scatter", a, [b], scales) if scales or a.dtype in FLOAT8 else None
+    factors, bs = _pairs(a, b)
+    a = factors[0]
+    for factor, factor_b in zip(factors, bs, strict=True):
+        check_operands(factor, [factor_b], scaled=True)
+    scaled = quantised("matmul_reduce_scatter", a, bs, scales) if scales or a.dtype in FLOAT8 else None
+    if scaled is not None and len(bs) > 1:
+        raise ValueError(f"a is {len(factors)} tensors; with FP8 operands pass one a and one b")
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
     name, rank, world_size = resolve_group(group)
@@ -311,10 +318,28 @@ def matmul_reduce_scatter(
     if scaled is not None:
         how: dict[str, Any] = {"dim": dim, "view": view, "unit": unit, "reduce_op": op}
         of_group = group, name, rank, world_size
-        return cast(torch.Tensor, scaled_matmul("matmul_reduce_scatter", a, [b], scaled, of_group, spec, **how))
+        return cast(torch.Tensor, scaled_matmul("matmul_reduce_scatter", a, bs, scaled, of_group, spec, **how))
     options = (name, rank, world_size, unit, spec, op)
-    request = OperatorRequest(_matmul_reduce_scatter, (a, b), options, group, reads, view)
+    request = OperatorRequest(_matmul_reduce_scatter, (factors, bs), options, group, reads, view)
     return cast(torch.Tensor, request)  # `public` runs it
+
+
+def _pairs(a: Any, b: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the factors of the products that are added up. Raises ValueError unless there is a b for each a, and all fit."""
+    several = isinstance(a, (list, tuple)), isinstance(b, (list, tuple))
+    if not any(several):
+        return [a], [b]
+    if not all(several) or len(a) != len(b) or not a:
+        counts = [f"{len(one)} tensors" if is_list else describe(one) for one, is_list in zip((a, b), several, strict=True)]
+        raise ValueError(f"a is {counts[0]} and b {counts[1]}; pass two lists with an a for each b, or two tensors")
+    for number, (factor, factor_b) in enumerate(zip(a, b, strict=True)):
+        check_operands(factor, [factor_b], scaled=True)
+        if factor.shape[:-1] != a[0].shape[:-1] or factor_b.shape[1] != b[0].shape[1] or factor.dtype != a[0].dtype:
+            raise ValueError(
+                f"a[{number}] is {describe(factor)} and b[{number}] {describe(factor_b)}; products that are added up have the "
+                f"rows, the columns and the dtype of the first one, of {describe(a[0])} and {describe(b[0])}"
+            )
+    return list(a), list(b)
 
 
 class _Scatter(NamedTuple):
@@ -332,28 +357,35 @@ class _Scatter(NamedTuple):
     op: str
 
 
-def _scatter(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> MatmulCall:
-    group, _, _, unit, schedule, op = options
-    reduce_op = cast(Literal["sum", "avg"], op)
-    return matmul_call("matmul_reduce_scatter", a, [b], group, schedule, rows=a.shape[0], unit=unit, reduce_op=reduce_op)
+def _scatter(factors: list[torch.Tensor], bs: list[torch.Tensor], options: _Scatter) -> MatmulCall:
+    (a, *more), (group, _, _, unit, schedule, op) = factors, options
+    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit, "reduce_op": op, "more": more}
+    return matmul_call("matmul_reduce_scatter", a, bs, group, schedule, **how)
 
 
-def _scatter_fake(a: torch.Tensor, b: torch.Tensor, options: _Scatter) -> torch.Tensor:
-    low, high = split(a.shape[0] // options.unit, options.world_size)[options.rank]
-    return a.new_empty((high - low) * options.unit, b.shape[1])
+def _scatter_fake(factors: list[torch.Tensor], bs: list[torch.Tensor], options: _Scatter) -> torch.Tensor:
+    low, high = split(factors[0].shape[0] // options.unit, options.world_size)[options.rank]
+    return factors[0].new_empty((high - low) * options.unit, bs[0].shape[1])
+
+
+def _scatter_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    factors, bs, ctx.options = inputs
+    ctx.save_for_backward(*factors, *bs)
 
 
 def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    (a, b), options = ctx.saved_tensors, ctx.options
+    saved, options = ctx.saved_tensors, ctx.options
+    factors, bs = saved[: len(saved) // 2], saved[len(saved) // 2 :]
     scaled = grad / options.world_size if options.op == "avg" else grad
     spec = choose_backward_schedule(options.schedule, "all_gather_matmul")
-    back = (options.group, a.shape[0], options.unit, spec, True, False)
-    grad_a, gathered = _all_gather_matmul(scaled.contiguous(), [b.t()], *back)
-    return grad_a, _gradient_of(b, a, gathered) if ctx.needs_input_grad[1] else None
+    back = (options.group, factors[0].shape[0], options.unit, spec, True, False)
+    *grad_factors, gathered = _all_gather_matmul(scaled.contiguous(), [b.t() for b in bs], *back)
+    wanted = zip(factors, bs, ctx.needs_input_grad[1], strict=True)
+    return grad_factors, [_gradient_of(b, a, gathered) if needed else None for a, b, needed in wanted]
 
 
 _matmul_reduce_scatter = define(
-    "matmul_reduce_scatter", _scatter, _scatter_fake, returns=torch.Tensor, save=save_factors, backward=_scatter_backward
+    "matmul_reduce_scatter", _scatter, _scatter_fake, returns=torch.Tensor, save=_scatter_save, backward=_scatter_backward
 )
 
 
@@ -384,18 +416,6 @@ def _check_rows(rows: int | None, own: int, rank: int, world_size: int) -> None:
 def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return a^T @ grad in the layout of b. Otherwise the gradient of a transposed weight would be copied when accumulated."""
     return (grad.t() @ a).t() if _is_transposed(b) else a.t() @ grad
-
-
-def _concatenate(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate columns. A single matrix is returned without a copy, which would take as long as its collective."""
-    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), 1)
-
-
-def _concatenate_transposed(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the transpose of `_concatenate`. Transposed weights are copied row by row as in memory, not element by element."""
-    if len(matrices) > 1 and _is_transposed(matrices[0]):
-        return torch.cat([matrix.t() for matrix in matrices])
-    return _concatenate(matrices).t()
 
 
 def _is_transposed(matrix: torch.Tensor) -> bool:

@@ -44,8 +44,21 @@ def multiply_gated(
     out.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def _add_up(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    out: torch.Tensor,
+    matmul: Matmul,
+    *,
+    accumulate: bool = False,
+    scales: FactorScales | None = None,
+) -> None:
+    """Write the sum of the products of these factors to out, or add it to out."""
+    for number, (a, b) in enumerate(pairs):
+        matmul(a, b, out, accumulate=accumulate or number > 0, scales=scales)
+
+
 class Product:
-    """A Product multiplies the parts of a group as one matmul.
+    """A Product multiplies the parts of a group as one matmul, or as one for each product that is added up.
 
     It gathers rows that are not adjacent before the matmul, and scatters their results after it.
     """
@@ -59,42 +72,52 @@ class Product:
         if self._part.adds:
             _multiply_and_add(bindings, self._step, self._part, matmul)
             return
-        rows = [bindings.view(run) for run in self._rows]
-        a = rows[0] if len(rows) == 1 else _stack(rows)
-        pieces = bindings.pieces(self._step.b)
+        products = bindings.products(self._rows, self._step.b)
         scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, self._rows, self._step.b)
-        for (b, cols), scales in zip(pieces, scaled, strict=False):
-            outs = self._outs if len(pieces) == 1 else [_columns(out, cols) for out in self._outs]
+        for (cols, rows, bs), scales in zip(products, scaled, strict=False):
+            factors = [runs_of_a[0] if len(runs_of_a) == 1 else _stack(runs_of_a) for runs_of_a in rows]
+            outs = self._outs if len(products) == 1 else [_columns(out, cols) for out in self._outs]
             views = [bindings.view(out) for out in outs]
+            pairs = list(zip(factors, bs, strict=True))
             if len(views) == 1:
-                matmul(a, b, views[0], accumulate=self._step.accumulate, scales=scales)
+                _add_up(pairs, views[0], matmul, accumulate=self._step.accumulate, scales=scales)
             else:
-                self._scatter(a, b, views, matmul, scales)
+                self._scatter(pairs, views, matmul, scales)
 
     def prepare(self, lane: str, call: IssuedCall, tensors: CallTensors) -> Issue:
         """Return a function that does what `multiply` does, for calls of one layout.
 
-        Raises NotPreparedError if it is more than one product for each piece of b.
+        Raises NotPreparedError if rows are gathered or scattered, or something else is added.
         """
         bindings, step = tensors.bindings, self._step
         several = len(self._rows) > 1 or len(self._outs) > 1
         if several or self._part.adds or step.accumulate or bindings.scaling is not None:
-            raise NotPreparedError("it is more than one product for each piece of b")
-        a, (of_out,), products = bindings.view(self._rows[0]), self._outs, call.products[lane]
-        pieces = bindings.pieces(step.b)
-        outs = [of_out] if len(pieces) == 1 else [_columns(of_out, cols) for _, cols in pieces]
-        return in_turn([products.prepare(a, b, bindings.view(out), tensors) for (b, _), out in zip(pieces, outs, strict=True)])
+            raise NotPreparedError("it is more than products of matrices")
+        (of_out,), products, found = self._outs, call.products[lane], bindings.products(self._rows, step.b)
+        outs = [of_out] if len(found) == 1 else [_columns(of_out, cols) for cols, _, _ in found]
+        return in_turn(
+            [
+                products.prepare(a, b, bindings.view(out), tensors, accumulate=number > 0)
+                for (_, rows, bs), out in zip(found, outs, strict=True)
+                for number, ((a,), b) in enumerate(zip(rows, bs, strict=True))
+            ]
+        )
 
     def _scatter(
-        self, a: torch.Tensor, b: torch.Tensor, views: Sequence[torch.Tensor], matmul: Matmul, scales: FactorScales | None
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        views: Sequence[torch.Tensor],
+        matmul: Matmul,
+        scales: FactorScales | None,
     ) -> None:
-        heights = [view.shape[0] for view in views]
+        heights, (first, b) = [view.shape[0] for view in views], pairs[0]
         if self._step.accumulate:
-            for out, part in zip(views, torch.split(a, heights), strict=True):
-                matmul(part, b, out, accumulate=True)
+            for factor, factor_b in pairs:
+                for out, part in zip(views, torch.split(factor, heights), strict=True):
+                    matmul(part, factor_b, out, accumulate=True)
             return
-        product = torch.empty(a.shape[0], b.shape[1], dtype=views[0].dtype, device=a.device)
-        matmul(a, b, product, accumulate=False, scales=scales)
+        product = torch.empty(first.shape[0], b.shape[1], dtype=views[0].dtype, device=first.device)
+        _add_up(pairs, product, matmul, scales=scales)
         for out, part in zip(views, torch.split(product, heights), strict=True):
             out.copy_(part)
 
@@ -127,11 +150,11 @@ class Sliced:
 
 def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:
     """Write the product plus the part's addends, in order, divided, to `out`. Only the result is rounded."""
-    a = bindings.view(part.a)
     scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, [part.a], step.b)
-    for (b, cols), scales in zip(bindings.pieces(step.b), scaled, strict=False):
+    for (cols, rows, bs), scales in zip(bindings.products([part.a], step.b), scaled, strict=False):
+        ((a,), *_), b = rows, bs[0]
         total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-        matmul(a, b, total, accumulate=False, scales=scales)
+        _add_up([(a, b) for (a,), b in zip(rows, bs, strict=True)], total, matmul, scales=scales)
         for add in part.adds:
             total += bindings.view(_columns(add, cols))
         if step.divide_by != 1:

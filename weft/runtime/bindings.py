@@ -43,6 +43,8 @@ class Bindings:
     """Bindings holds the tensors of one call.
 
     tensors: the matrices that make up a buffer, by (buffer, rank).
+    stacked: those that make up a buffer one below the other, each with the rows of the buffer that it holds. Only the b of
+        several products are (weft.core.problem.Problem.products).
     loose: inputs outside the schedule's buffers, by name, such as a lookup's tables and indices.
     scales: the scales of each matrix of a buffer of FP8 elements.
     scaling: says which elements share a scale.
@@ -50,6 +52,7 @@ class Bindings:
     """
 
     tensors: dict[tuple[str, int], Columns] = field(default_factory=dict)
+    stacked: dict[tuple[str, int], Columns] = field(default_factory=dict)
     loose: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     scales: dict[tuple[str, int], Sequence[torch.Tensor]] = field(default_factory=dict)
     scaling: Scaling | None = None
@@ -61,6 +64,34 @@ class Bindings:
             columns.append((matrix, (at, at + matrix.shape[1])))
             at += matrix.shape[1]
         self.tensors[buffer, rank] = columns
+
+    def stack(self, buffer: str, rank: int, *matrices: torch.Tensor) -> None:
+        """Bind matrices that make up a buffer one below the other."""
+        rows, at = [], 0
+        for matrix in matrices:
+            rows.append((matrix, (at, at + matrix.shape[0])))
+            at += matrix.shape[0]
+        self.stacked[buffer, rank] = rows
+
+    def products(self, a: Sequence[Region], b: Region) -> list[tuple[Span1D, list[list[torch.Tensor]], Sequence[torch.Tensor]]]:
+        """Return what is multiplied where a GEMM multiplies rows of a by b: for each matrix of results its columns, the factors
+        a as a list of runs of rows each, and the factors b. The products of each a with its b are added up.
+
+        a: runs of rows, all columns each.
+        """
+        pieces = [self.pieces(run) for run in a]
+        rows = [[views[number][0] for views in pieces] for number in range(len(pieces[0]))]
+        return [(cols, rows, bs) for cols, bs in self.second_factors(b)]
+
+    def second_factors(self, b: Region) -> list[tuple[Span1D, Sequence[torch.Tensor]]]:
+        """Return for each matrix of results its columns, and the factors b whose products with the factors a are added up."""
+        stacked = self.stacked.get((b.buffer, b.rank))
+        if stacked is None:
+            return [(cols, (matrix,)) for matrix, cols in self.pieces(b)]
+        low, high = b.cols
+        bs = [matrix if matrix.shape[1] == high and not low else matrix[:, low:high] for matrix, _ in stacked]
+        # The a of a b without rows has no columns, and is no piece.
+        return [((0, high - low), [one for one in bs if one.shape[0]] or bs[:1])]
 
     def scale_views(self, region: Region) -> list[torch.Tensor]:
         """Return the scales of each of the region's `pieces`. The list is empty if the region is not FP8."""

@@ -339,7 +339,7 @@ class BoundProgram(ABC):
         """Allocate this call's outputs, with `out` as one matrix for each b."""
         outputs = {}
         for buffer, dtype in self._outputs:
-            several = buffer.name == "out" and len(inputs.get("b", ())) > 1
+            several = buffer.name == "out" and len(inputs.get("b", ())) > 1 and self.schedule.problem.products == 1
             widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
             rows = buffer.rows[self.rank]
             device = self._resources.device
@@ -355,10 +355,12 @@ class BoundProgram(ABC):
     def bind(self, inputs: Inputs, outputs: Outputs) -> Bindings:
         """Return the bindings of all buffers of one call."""
         own = self.own_bindings()
-        bindings = Bindings(dict(own.tensors), {}, dict(own.scales), own.scaling, own.buffers)
+        bindings = Bindings(dict(own.tensors), {}, {}, dict(own.scales), own.scaling, own.buffers)
         for tensors in (inputs, outputs):
             for name, matrices in tensors.items():
-                if name in self._given:
+                if name == "b" and self.schedule.problem.products > 1:
+                    bindings.stack(name, self.rank, *matrices)
+                elif name in self._given:
                     bindings.bind(name, self.rank, *matrices)
                 elif name in self._scale_names:
                     bindings.scales[self._scale_names[name], self.rank] = matrices
@@ -372,6 +374,8 @@ class BoundProgram(ABC):
 
     def place_of(self, bindings: Bindings, name: str) -> tuple[dict[Any, Any], Any]:
         """Return the part of the bindings, and the key, that hold the caller's tensors of this name."""
+        if name == "b" and self.schedule.problem.products > 1:
+            return bindings.stacked, (name, self.rank)
         if name in self._given:
             return bindings.tensors, (name, self.rank)
         if name in self._scale_names:
@@ -417,9 +421,11 @@ class BoundProgram(ABC):
 def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedule) -> Schedule:
     """Return the schedule. If the device has no kernel for one of its FusedCollectives, all of them are replaced by their
     steps."""
-    dtype, scaling = DTYPES[schedule.problem.dtype], schedule.problem.scaling
+    dtype, scaling, single = DTYPES[schedule.problem.dtype], schedule.problem.scaling, schedule.problem.products == 1
     fused = [step for _, _, _, step in schedule if isinstance(step, FusedCollective)]
-    runs = all(resources.fuses(dtype, scaling if step.multiplies else None) for step in fused)
+    runs = all(
+        resources.fuses(dtype, scaling) and single if step.multiplies else resources.fuses(dtype, None) for step in fused
+    )
     return schedule if runs else spelled_out(schedule).schedule
 
 

@@ -127,7 +127,8 @@ def pad(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:
     scales = call.scales
     if scales is not None and scales.a is not None and scales.scaling.recipe != "tensorwise":
         scales = scales._replace(a=_pad_pieces(scales.a, sizes, high))
-    return replace(call, a=_pad_pieces(call.a, sizes, high), rows=rows, extras=extras, scales=scales)
+    a, *more = [_pad_pieces(one, sizes, high) for one in (call.a, *call.more)]
+    return replace(call, a=a, more=more, rows=rows, extras=extras, scales=scales)
 
 
 def cut(found: Outputs, call: MatmulCall, rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:

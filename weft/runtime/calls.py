@@ -181,6 +181,7 @@ class MatmulCall(Call):
     """A MatmulCall is a call of a matmul and a collective.
 
     rows: the whole M. For an all-to-all it is the number of rows of a.
+    more: further factors a of an operator of REDUCTIONS. Its result is the sum of the products of each a with its b.
     extras: further inputs by name, one matrix each.
     scales: the scales and the dtype of the result, for FP8 operands.
     """
@@ -193,6 +194,7 @@ class MatmulCall(Call):
     reduce_op: Literal["sum", "avg"] = "sum"
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scales: ScaledOperands | None = None
+    more: Sequence[torch.Tensor] = ()
 
     def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the products, then the gathered rows and their scales, if these were requested."""
@@ -200,7 +202,7 @@ class MatmulCall(Call):
 
     @property
     def inputs(self) -> Inputs:
-        found: dict[str, Sequence[torch.Tensor]] = {"a": (self.a,), "b": self.bs}
+        found: dict[str, Sequence[torch.Tensor]] = {"a": (self.a, *self.more), "b": self.bs}
         for name, tensor in self.extras.items():
             found[name] = (tensor,)
         if self.scales is not None:
@@ -211,7 +213,7 @@ class MatmulCall(Call):
 
     @property
     def results(self) -> int:
-        return len(self.bs)
+        return 1 if self.more else len(self.bs)
 
     @property
     def device(self) -> torch.device:
@@ -220,6 +222,8 @@ class MatmulCall(Call):
     @property
     def share(self) -> int:
         """This rank's part of b's sharded dimension. For an all-to-all it is N."""
+        if self.more:
+            return sum(b.shape[0] for b in self.bs)
         if self.op in REDUCTIONS:
             return int(self.bs[0].shape[0])
         return int(self.bs[0].shape[1]) if len(self.bs) == 1 else sum(b.shape[1] for b in self.bs)
@@ -229,16 +233,17 @@ class MatmulCall(Call):
         a, shapes = self.a, tuple([b.shape for b in self.bs])
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
         scaled = None if self.scales is None else self.scales.key
-        return (fixed, a.shape, a.dtype, a.get_device(), shapes, scaled, *self.extras)
+        return (fixed, a.shape, a.dtype, a.get_device(), shapes, scaled, len(self.more), *self.extras)
 
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
         common = n if self.op in REDUCTIONS else k if self.op == "all_gather_matmul" else f"{k}, {n}"
         extras = "".join([f"with {name}: yes\n" for name in self.extras])
         scaled = "" if self.scales is None else self.scales.describe()
+        summed = "their products are added up: yes\n" if self.more else ""
         return (
             f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\n"
-            f"number of b: {len(self.bs)}\n"
+            f"number of b: {len(self.bs)}\n{summed}"
             f"dtype: {self.a.dtype}\n{scaled}device: {self.a.device.type}\nschedule: {self.schedule}\n"
             f"return_gathered: {self.return_gathered}\nreduce_op: {self.reduce_op}\n{extras}weft: {__version__}"
         )
@@ -250,7 +255,8 @@ class MatmulCall(Call):
         """Return the call with a column of zeros in a, and rows of zeros in b."""
         rows = world_size if self.op == "all_to_all_columns_matmul" else 1
         bs = [b.new_zeros(rows, b.shape[1]) for b in self.bs]
-        return replace(self, a=self.a.new_zeros(self.a.shape[0], 1), bs=bs)
+        more = [a.new_zeros(a.shape[0], 1) for a in self.more]
+        return replace(self, a=self.a.new_zeros(self.a.shape[0], 1), bs=bs, more=more)
 
     def problem(self, shares: tuple[int, ...]) -> Problem:
         if not any(shares):
@@ -273,6 +279,7 @@ class MatmulCall(Call):
             row_multiple=self.row_multiple,
             b_sizes=() if regular else shares,
             addends=tuple(self.extras),  # type: ignore[arg-type]
+            products=1 + len(self.more),
         )
 
     def _column_problem(self, world_size: int) -> ColumnProblem:

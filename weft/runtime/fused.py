@@ -116,8 +116,7 @@ class FusedGemm(StepKernel):
     def reason_against(self, bindings: Bindings) -> str:
         if self._irregular:
             return self._irregular
-        sources = [self._whole(bindings, key) for key in self._buffers]
-        bs = [b for b, _ in bindings.pieces(self.step.b)]
+        sources, bs = self._sources(bindings), self._bs(bindings)
         adds = [self._whole(bindings, key) for key in self._adds]
         keys = dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)])
         outs = [matrix for key in keys for matrix, _ in bindings.tensors[key]]
@@ -137,12 +136,18 @@ class FusedGemm(StepKernel):
         outs: list[torch.Tensor],
     ) -> str:
         """Return why the kernel cannot run these tensors, or "" if it can."""
-        if not all(fits(a, b) for a in sources for b in bs):
+        several = bindings.stacked.get((self.step.b.buffer, self.step.b.rank))
+        pairs = zip(sources, bs, strict=False) if several else ((a, b) for a in sources for b in bs)
+        if not all(fits(a, b) for a, b in pairs):
             return "it cannot load an operand whose rows are not contiguous, 16-byte aligned and a multiple of 16 bytes apart"
+        if several and not len(sources) == len(bs) <= 2:
+            return f"it adds up {len(bs)} products of {len(sources)} factors, and the kernel two"
         if len(sources) > 2:
             return f"its rows come from {len(sources)} buffers, and it takes two"
         if not self._spans_columns(bindings):
             return "its parts are only some columns of a matrix"
+        if several:
+            bs = bs[:1]  # one launch has them all
         if len(bs) > 1 and self._counts:
             # Each b would have a launch of its own, whose number of tiles depends on its columns.
             return f"it counts tiles for one b, and there are {len(bs)}"
@@ -173,11 +178,14 @@ class FusedGemm(StepKernel):
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self.tables.of(bindings)
-        sources = tuple(self._whole(bindings, key) for key in self._buffers)
+        sources, bs = tuple(self._sources(bindings)), self._bs(bindings)
+        added = None
+        if bindings.stacked and len(bs) > 1:  # the products are added up in one launch
+            added, sources, bs = (sources[1], bs[1]), sources[:1], bs[:1]
         adds = self._whole(bindings, self._adds[0]) if self._adds else None
         outs = [out for out, _ in bindings.tensors[self._out] if out.shape[1]]
         scaled = repeat(None) if self._scaling is None else self._scales(bindings, self._scaling)
-        for (b, _), out, scales in zip(bindings.pieces(self.step.b), outs, scaled, strict=False):
+        for b, out, scales in zip(bs, outs, scaled, strict=False):
             gemm(
                 sources,
                 b,
@@ -188,6 +196,7 @@ class FusedGemm(StepKernel):
                 tries=tries,
                 sms=sms,
                 adds=adds,
+                added=added,
                 scales=scales,
                 use_fast_accum=self._scaling is not None and self._scaling.use_fast_accum,
                 launched_by=self.launched_by,
@@ -198,6 +207,15 @@ class FusedGemm(StepKernel):
         """Return the scales of all sources of a, those of b, and their recipe, for each piece of b."""
         of_a = tuple(bindings.scales[key][0] for key in self._buffers)
         return ((of_a, of_b, scaling.recipe) for of_b in bindings.scale_views(self.step.b))
+
+    def _sources(self, bindings: Bindings) -> list[torch.Tensor]:
+        """Return the tensors that the kernel loads a from: of each buffer, or of each product that is added up."""
+        if not bindings.stacked:
+            return [self._whole(bindings, key) for key in self._buffers]
+        return [matrix for key in self._buffers for matrix, _ in bindings.tensors[key] if matrix.shape[1]]
+
+    def _bs(self, bindings: Bindings) -> list[torch.Tensor]:
+        return [b for _, bs in bindings.second_factors(self.step.b) for b in bs]
 
     def _whole(self, bindings: Bindings, key: tuple[str, int]) -> torch.Tensor:
         ((matrix, _),) = bindings.tensors[key]

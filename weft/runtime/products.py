@@ -157,15 +157,17 @@ class Products:
             return None
         return (self._index, accumulate, a.dtype, out.dtype, a.shape, b.shape, a.stride(), b.stride(), out.stride(0))
 
-    def prepare(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tensors: CallTensors) -> Issue:
-        """Return a function that computes out = a @ b as `multiply` does, for calls of one layout.
+    def prepare(
+        self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tensors: CallTensors, *, accumulate: bool = False
+    ) -> Issue:
+        """Return a function that computes out = a @ b, or out += a @ b, as `multiply` does, for calls of one layout.
 
         a, b, out: the matrices of the first call, which are in memory of `tensors` or in memory that never moves. Those of
             later calls have the same alignment.
 
         It is valid as long as torch's settings are (`settings`), and runs on torch's current stream and device.
         """
-        chosen = self._chosen.get(self._key(a, b, out, False))
+        chosen = self._chosen.get(self._key(a, b, out, accumulate))
         if chosen is not None and chosen.product is not None and chosen.algorithm is not None:
             first, second, third = (tensors.number(one.data_ptr()) for one in (a, b, out))
             return chosen.product.prepare(chosen.algorithm, (first, second, third), tensors.addresses, self._workspace)
@@ -177,7 +179,10 @@ class Products:
         def run(stream: int) -> None:
             mm(views[first], views[second], out=views[third])
 
-        return run
+        def add(stream: int) -> None:
+            views[third].addmm_(views[first], views[second])
+
+        return add if accumulate else run
 
     def _choose(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, accumulate: bool) -> _Chosen:
         flops = 2.0 * a.shape[0] * a.shape[1] * b.shape[1]
@@ -251,10 +256,13 @@ def timed(variants: list[Callable[[], None]], about_us: float, rounds: int) -> l
 
 
 def by_torch(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, *, accumulate: bool) -> None:
-    if out.dtype == a.dtype and not accumulate:
-        torch.mm(a, b, out=out)
+    if out.dtype == a.dtype:
+        if accumulate:
+            out.addmm_(a, b)
+        else:
+            torch.mm(a, b, out=out)
         return
-    product = torch.mm(a, b) if out.dtype == a.dtype else torch.mm(a, b, out_dtype=out.dtype)
+    product = torch.mm(a, b, out_dtype=out.dtype)
     if accumulate:
         out += product
     else:

@@ -318,18 +318,23 @@ def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
         write = Writer(graph, scatter.terms[0].node)
         if bias is not None:
             bias = _write_mean(write, bias, scatter.group, size)
-        a, b = _write_factors(write, scatter.terms)
-        scales = scales_of(scatter.terms[0].node)
+        scales, factors, bs = (
+            scales_of(scatter.terms[0].node),
+            [term.a for term in scatter.terms],
+            [term.b for term in scatter.terms],
+        )
         if scatter.dim is not None:
-            a = _write_rows(write, a, scatter)
+            factors = [_write_rows(write, factor, scatter) for factor in factors]
+        (a, *_), (b, *_) = factors, bs
         if scales is not None:
             by_row = scatter.dim is not None and scales.recipe == "rowwise"
             scale_a = _write_rows(write, scales.a, scatter) if by_row else scales.a
             out = write_reduction(write, scatter.op, a, b, scale_a, scales, scatter.group, schedule, scatter.reduce)
         elif scatter.dim is None:
+            a, b = _write_factors(write, scatter.terms)
             out = write(torch.ops.weft.matmul_all_reduce_forward.default, a, b, bias, None, scatter.group, schedule)
         else:
-            arguments = (a, b, scatter.group, rank, size, 1, schedule, scatter.reduce)
+            arguments = (factors, bs, scatter.group, rank, size, 1, schedule, scatter.reduce)
             out = write(torch.ops.weft.matmul_reduce_scatter_forward.default, *arguments)
         if scatter.dim is not None:
             own = [extent // size if d == scatter.dim else extent for d, extent in enumerate(scatter.extents)]
