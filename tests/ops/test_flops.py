@@ -20,6 +20,7 @@ from weft.ops.column_parallel import column_parallel_linears
 from weft.ops.flops import FORMULAS
 
 M, K, N = 8, 32, 64
+Tensor = torch.Tensor
 ELEMENTWISE = {
     *("collective", "rows_of_ranks", "embedding_bag_all_to_all", "embedding_bag_gradients", "embedding_bag_update"),
     *("experts_route", "experts_spread", "experts_total", "experts_total_backward", "experts_quantise"),
@@ -92,6 +93,28 @@ def _plain() -> None:
     assert out == _of_torch(arriving[rank], K, N, backward=False)
     out = _count(lambda: weft.matmul_all_to_all(_leaf(M, K), _leaf(K, N), splits=splits, max_rows=40), backward=False)
     assert out == _of_torch(3 + rank, K, N, backward=False)
+
+
+def _several_experts() -> None:
+    """Forward and backward of 1 and 3 experts on each rank, one without rows: as torch counts the products of their rows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for count in (1, 3):
+        splits = [torch.tensor([[2 + of, 0, 3][:count], [1, 2, 0][:count]]) for of in range(size)]
+        arriving = sum(int(each[rank].sum()) for each in splits)
+
+        def layer(x: Tensor, up: Tensor, down: Tensor, splits: Tensor = splits[rank]) -> Tensor:
+            hidden, counts = weft.all_to_all_matmul(x, up, splits=splits, max_rows=40)
+            return weft.matmul_all_to_all(hidden, down, splits=counts, max_rows=40)[0]
+
+        x = _leaf(int(splits[rank].sum()), K)
+        found = _count(lambda: layer(x, _leaf(count, K, N), _leaf(count, N, K)), backward=True)  # noqa: B023
+        expected = _of_torch(arriving, K, N, backward=True) + _of_torch(arriving, N, K, backward=True)
+        assert found == expected, (count, found, expected)
+
+
+@pytest.mark.ranks
+def test_a_backward_counts_the_rows_of_each_expert(ranks: RankFixture) -> None:
+    ranks(2).run(_several_experts)
 
 
 @pytest.mark.ranks

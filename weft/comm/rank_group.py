@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -61,9 +61,10 @@ from weft.comm.relay import Relay
 from weft.comm.shared_memory import PREFIX, SharedSegment, remove_stale_segments, unlink
 from weft.comm.symmetric_heap import SymmetricHeap, make_heap
 from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
-from weft.compat.c10d import living_groups, store_of
+from weft.compat.c10d import living_groups, refusal_of_store, store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
 
+T = TypeVar("T")
 _REMEDIES = (
     "this process group has failed ({}); call weft.close(group) on every rank, then go on",
     "this group was closed, and with it everything that was made for it, such as a hook; make that again on every rank",
@@ -83,6 +84,8 @@ _GRACE_S = 0.5
 _RETRY_GRACE_S = 3.0
 """A rank that has raised an error instead of a call has 3 s to make the call after all, because the program may catch the error
 and call again."""
+_ASKS_FOR_STORE_S = 1.0
+"""How often a rank without a connection to the group's store checks whether there is a store."""
 _LOST_AFTER_S = 30.0
 """A rank of another node that publishes nothing for 30 s is lost. A process publishes four times a second."""
 
@@ -274,20 +277,71 @@ class RankGroup:
             raise PeerLost(f"rank {rank} failed in the group's first call; see its error") from None
 
     def open_store(self, name: str) -> Any:
-        """Open a store that only this group uses, on a separate connection."""
-        return store_of(self.group, f"weft/{self.topic}/{name}")
+        """Open a store that only this group uses, on a separate connection. Bounded. Raises PeerLost or WaitTimeout."""
+        asks_at = time.monotonic() + _ASKS_FOR_STORE_S
+
+        def check() -> None:
+            nonlocal asks_at
+            now = time.monotonic()
+            if now > asks_at:
+                asks_at = now + _ASKS_FOR_STORE_S
+                if refusal := refusal_of_store(self.group):
+                    raise self._lose_store(refusal)
+
+        try:
+            return self.run_bounded(
+                lambda: store_of(self.group, f"weft/{self.topic}/{name}"),
+                lambda: f"rank {self.rank}: the group's store has not answered; the process that hosts it may be stopped",
+                check=check,
+            )
+        except RuntimeError as error:
+            raise error if isinstance(error, WeftError) else self._lose_store(error) from None
+
+    def run_bounded(
+        self,
+        work: Callable[[], T],
+        explain: Callable[[], str],
+        *,
+        grace_s: float = 0.0,
+        check: Callable[[], None] = lambda: None,
+    ) -> T:
+        """Run `work`, which may block, on a thread of its own. Return its result, or raise its error.
+
+        The rest is as for wait_until.
+        """
+        done, found, raised = threading.Event(), list[T](), list[Exception]()
+
+        def run() -> None:
+            try:
+                found.append(work())
+            except Exception as error:
+                raised.append(error)
+            done.set()
+
+        threading.Thread(target=run, name=f"weft-waits-{self.rank}", daemon=True).start()
+        self.wait_until(done.is_set, explain, grace_s=grace_s, check=check)
+        if raised:
+            raise raised[0]
+        return found[0]
+
+    def _lose_store(self, why: object) -> BaseException:
+        """Fail the group because its store is lost. Return the error."""
+        return self.fail(PeerLost(f"the store of the group is lost, and with it the process that hosts it ({why})"))
 
     def _start_relay(self) -> Relay:
         """Start the relay that exchanges control segments with other nodes."""
-        on_node = [peer for peer in self._peers if peer in self.ranks_on_node]
-        return Relay(
-            self.open_store("relay"),
-            rank=self.rank,
-            own=self._control[self.rank],
-            copies={peer: self._control[peer] for peer in self._peers if peer not in self.ranks_on_node},
-            death_notices={peer: partial(self._make_death_notice, peer) for peer in on_node},
-            timeout_s=self.timeout_s,
-        )
+        on_node, store = [peer for peer in self._peers if peer in self.ranks_on_node], self.open_store("relay")
+        try:
+            return Relay(
+                store,
+                rank=self.rank,
+                own=self._control[self.rank],
+                copies={peer: self._control[peer] for peer in self._peers if peer not in self.ranks_on_node},
+                death_notices={peer: partial(self._make_death_notice, peer) for peer in on_node},
+                timeout_s=self.timeout_s,
+            )
+        except RuntimeError as error:
+            raise self._lose_store(error) from None
 
     def _make_death_notice(self, peer: int) -> ControlSegment | None:
         """Return a copy of a dead peer's control segment that says that the peer has died.
@@ -560,9 +614,7 @@ class RankGroup:
             try:
                 self._relay.refresh()
             except RuntimeError as error:
-                raise self.fail(
-                    PeerLost(f"the store of the group is lost, and with it the host that runs it ({error})")
-                ) from None
+                raise self._lose_store(error) from None
 
     def _measure_silence_s(self, peer: int) -> float:
         """Return for how many seconds a rank of another node has published nothing. It is 0 for a rank of this node, and for a

@@ -123,7 +123,8 @@ class FlatCollectives:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Do as torch.distributed.all_reduce, in place."""
-        _in_order(self._group.allreduce([tensor], self._reduces))
+        if (work := self._group.allreduce([tensor], self._reduces)) is not None:
+            work.wait()
 
 
 _SUM: Any = AllreduceOptions()
@@ -132,22 +133,30 @@ _GATHER: Any = AllgatherOptions()
 _GATHER.asyncOp = False
 
 
-def sum_in_place(tensor: torch.Tensor, group: str) -> None:
-    """Do as torch.distributed.all_reduce on torch's current stream, without its checks and logs. group: its name."""
+def begin_sum(tensor: torch.Tensor, group: str) -> Any:
+    """Begin torch.distributed.all_reduce on torch's current stream, without its checks and logs. Return its work, or None.
+
+    group: its name.
+    """
     pg: Any = group_named(group)
-    _in_order(pg.allreduce([tensor], _SUM))
+    return pg.allreduce([tensor], _SUM)
 
 
-def gather_into(whole: torch.Tensor, part: torch.Tensor, group: str) -> None:
-    """Do as torch.distributed.all_gather_into_tensor, in the way of sum_in_place. group: its name."""
+def begin_gather(whole: torch.Tensor, part: torch.Tensor, group: str) -> Any:
+    """Begin torch.distributed.all_gather_into_tensor, in the way of begin_sum."""
     pg: Any = group_named(group)
-    _in_order(pg._allgather_base(whole, part, _GATHER))
+    return pg._allgather_base(whole, part, _GATHER)
 
 
-def _in_order(work: Any) -> None:
-    """Order the current stream after a collective. work is None if the backend has already done that."""
-    if work is not None:
-        work.wait()
+def has_ended(work: Any, within_s: float) -> bool:
+    """Wait for a collective on CPUs for a time, and return whether it has ended. Raises the RuntimeError by which it ended."""
+    try:
+        work.wait(timedelta(seconds=within_s))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it has ended meanwhile, perhaps with this error
+    return True
 
 
 def nccl_connections(store: Any, rank: int, ranks: list[int], *, name: str, max_ctas: int, device: torch.device) -> Any:

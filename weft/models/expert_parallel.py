@@ -10,11 +10,13 @@ from functools import cache
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from weft.compat.fsdp import averaging_around, data_parallel_state
 from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
 from weft.models.experts import Activation, ExpertLimits, Experts, Routing, run_experts_on_ranks, run_float8_experts_on_ranks
 from weft.models.linear import require_one_dimension
@@ -45,7 +47,8 @@ class ExpertParallel(ParallelStyle):
     gradients: "sum" leaves the experts' gradients as sums over the losses of all ranks. It is right if these add up to the
     loss, and in weft.parallelize. "mean" divides them by the number of ranks. It is right if the loss is the mean of the ranks'
     losses, as in data parallelism, where something else (fully_shard) averages the gradients of all other parameters over the
-    same ranks.
+    same ranks. With None they are sums, and a forward with gradients raises ValueError if fully_shard or
+    DistributedDataParallel averages the other parameters' gradients over these ranks.
 
     capacity: limits the rows that a rank receives to capacity x S. S is the number of rows (tokens times top k) of the rank
     with the most tokens, padded to a bucket; with max_tokens it is max_tokens times top k. Rows beyond the limit are left out,
@@ -70,7 +73,7 @@ class ExpertParallel(ParallelStyle):
         capacity: float | None = None,
         max_tokens: int | None = None,
         float8: Literal["blockwise"] | None = None,
-        gradients: Literal["sum", "mean"] = "sum",
+        gradients: Literal["sum", "mean"] | None = None,
     ) -> None:
         super().__init__()
         if capacity is not None and not (isinstance(capacity, (int, float)) and 0 < capacity < float("inf")):
@@ -79,8 +82,8 @@ class ExpertParallel(ParallelStyle):
             raise ValueError(f"max_tokens is {max_tokens!r}; it must be a whole number above 0, or None for any number")
         if float8 not in (None, "blockwise"):
             raise ValueError(f"float8 is {float8!r}; it must be 'blockwise', or None")
-        if gradients not in ("sum", "mean"):
-            raise ValueError(f"gradients is {gradients!r}; it must be 'sum' or 'mean'")
+        if gradients not in (None, "sum", "mean"):
+            raise ValueError(f"gradients is {gradients!r}; it must be 'sum' or 'mean', or None")
         self.float8, self.gradients = float8, gradients
         self.limits = ExpertLimits(capacity=capacity, max_tokens=max_tokens)
 
@@ -103,7 +106,8 @@ class ExpertParallel(ParallelStyle):
             weight = distribute_tensor(getattr(experts, name), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=getattr(experts, name).requires_grad))
         experts.__dict__["_weft_limits"] = self.limits
-        experts.__dict__["_weft_divisor"] = device_mesh.size() if self.gradients == "mean" else 1
+        experts.__dict__["_weft_divisor"] = {None: None, "sum": 0, "mean": device_mesh.size()}[self.gradients]
+        experts.__dict__["_weft_fits"] = None
         experts.__dict__["_weft_float8"] = None if self.float8 is None else _Float8Weights()
         experts.__class__ = _spread_class(cast(Any, type(experts)))
         ran = experts.__dict__["_weft_ran"] = LayerCalls()
@@ -118,7 +122,9 @@ class _Apart(nn.Module):
         weights = cast(DTensor, self.gate_up_proj), cast(DTensor, self.down_proj)
         into, out = (weight.to_local() for weight in weights)
         divisor = self.__dict__["_weft_divisor"]
-        if divisor > 1:
+        if divisor is None and (into.requires_grad or out.requires_grad) and (why := _why_not_sums(self)):
+            raise ValueError(why)
+        if divisor:
             into, out = _DividedGradient.apply(into, divisor), _DividedGradient.apply(out, divisor)  # type: ignore[no-untyped-call]
         if not getattr(self, "is_transposed", False):
             into, out = into.transpose(1, 2), out.transpose(1, 2)
@@ -136,6 +142,28 @@ class _Apart(nn.Module):
             found = run_float8_experts_on_ranks(hidden_states, routing, top_k_weights, into, out, act, group, limits)
         self.__dict__["_weft_ran"].record(_OPERATORS, routing.order.shape[0], eager=not torch.compiler.is_compiling())
         return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _why_not_sums(experts: nn.Module) -> str:
+    """Return why gradients that are sums do not fit those of other parameters, or "".
+
+    Compiled code calls it when it is traced. Modules are wrapped before.
+    """
+    state, known = data_parallel_state(), experts.__dict__["_weft_fits"]
+    if state == known:
+        return ""
+    what, name, ranks = averaging_around(experts)
+    group = cast(DTensor, experts.gate_up_proj).device_mesh.get_group()
+    shared = sorted(ranks & set(dist.get_process_group_ranks(group)))
+    if len(shared) > 1:
+        return (
+            f"{what} averages gradients over ranks {', '.join(map(str, shared))}, while those of {name or 'the experts'} are "
+            'sums over the tokens of these ranks; choose: ExpertParallel(gradients="mean") averages them, too, and '
+            'gradients="sum" leaves them as they are'
+        )
+    experts.__dict__["_weft_fits"] = state
+    return ""
 
 
 class _DividedGradient(torch.autograd.Function):

@@ -266,6 +266,10 @@ def count_rows(x: Tensor, dim: int, total: int | None) -> int:
 
 def get_weight(linear: nn.Linear, eager: bool) -> Tensor | QuantisedWeight:
     """Return this rank's part of a sharded linear's weight, with its scales if it is FP8."""
+    # torch (2.13) guards compiled code by this rank's part of a DTensor alone, which linears of several widths may share. Read
+    # here, their widths become guards, too.
+    if not eager and min(linear.in_features, linear.out_features) < 0:
+        raise AssertionError(f"{linear} has no widths")
     weight, kind = part_of(linear, "weight", eager=eager), linear.__dict__.get("_weft_kind")
     return weight if kind is None else QuantisedWeight(weight, part_of(linear, kind.scales, eager=eager), kind.recipe)
 

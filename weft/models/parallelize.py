@@ -200,7 +200,7 @@ def _checked_decoder(model: nn.Module, mesh: DeviceMesh) -> Any:
 def _check_options(mesh: DeviceMesh, experts: object, src_data_rank: int | None) -> None:
     if experts is not None:
         require("experts", experts, ParallelStyle, "use an instance of a style, weft.ExpertParallel()")
-        if isinstance(experts, ExpertParallel) and experts.gradients != "sum":
+        if isinstance(experts, ExpertParallel) and experts.gradients == "mean":
             raise ValueError(f"experts has gradients={experts.gradients!r}, but all ranks of the mesh have one loss: use 'sum'")
     if src_data_rank is not None and src_data_rank not in range(mesh.size()):
         raise ValueError(f"src_data_rank is {src_data_rank!r}; use a rank of the mesh, 0 to {mesh.size() - 1}, or None")

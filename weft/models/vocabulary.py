@@ -18,6 +18,7 @@ from weft.compat.tensors import all_reduced
 from weft.models.linear import Distributor
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.ops.replicated import with_summed_double_gradient
+from weft.runtime.groups import GROUPS
 
 Tensor = torch.Tensor
 
@@ -45,7 +46,7 @@ class _LookUp(torch.autograd.Function):
         own = ids.clamp(0, table.shape[0] - 1)
         others = (own != ids).unsqueeze(-1)
         ctx.save_for_backward(own, others)
-        return all_reduced(torch.embedding(table, own).masked_fill_(others, 0), group, own=True)
+        return all_reduced(torch.embedding(table, own).masked_fill_(others, 0), group, GROUPS.await_work, own=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

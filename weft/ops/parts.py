@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from weft.compat.tensors import all_gathered
+from weft.runtime.groups import GROUPS
 
 Tensor = torch.Tensor
 
@@ -71,8 +72,8 @@ def _gather(x: Tensor, dim: int, total: int, group: str, rank: int, ranks: int) 
         shape[dim] = size
     if size * ranks == total and prod(shape[:dim]) == 1:
         shape[dim] = total
-        return all_gathered(x, shape, group)
-    parts = all_gathered(x, [ranks, *shape], group).unbind()
+        return all_gathered(x, shape, group, GROUPS.await_work)
+    parts = all_gathered(x, [ranks, *shape], group, GROUPS.await_work).unbind()
     if size * ranks != total:
         parts = tuple(part.narrow(dim, 0, max(min(size, total - i * size), 0)) for i, part in enumerate(parts))
     return torch.cat(parts, dim)

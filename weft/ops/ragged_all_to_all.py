@@ -460,6 +460,11 @@ def grouped_outer(rows: torch.Tensor, grads: torch.Tensor, counts: torch.Tensor)
             rows, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
         # Rows after the last end are in no group, and are not read.
         return grouped_mm(_aligned(rows).t(), _aligned(grads), ends)
+    if rows.is_cpu and type(counts) is torch.Tensor and not torch.compiler.is_compiling():
+        # The host knows the numbers of rows, so each expert's rows are multiplied alone, and not all rows for each expert.
+        sizes = counts.tolist()
+        parts, of_parts = (torch.split(each[: sum(sizes)], sizes) for each in (rows, grads))
+        return torch.stack([part.t() @ grad for part, grad in zip(parts, of_parts, strict=True)])
     place = torch.arange(rows.shape[0], device=rows.device)[:, None]
     valid, grads = (torch.where(place < ends[-1], each, 0) for each in (rows, grads))
     if len(counts) == 1:

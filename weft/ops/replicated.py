@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weft.compat.tensors import all_reduced
+from weft.runtime.groups import GROUPS
 
 Tensor = torch.Tensor
 
@@ -66,7 +67,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         if torch.compiler.is_compiling():
-            return all_reduced(grads[0], ctx.group), None
+            return all_reduced(grads[0], ctx.group, GROUPS.await_work), None
         return _summed(grads[0], ctx.group), None
 
 
@@ -100,7 +101,7 @@ class _Identities(torch.autograd.Function):
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, group: str) -> Tensor:
-        return all_reduced(x, group)
+        return all_reduced(x, group, GROUPS.await_work)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -113,6 +114,6 @@ class _AllReduce(torch.autograd.Function):
 
 def _summed(x: Tensor, group: str, *, own: bool = False) -> Tensor:
     if not torch.is_grad_enabled():
-        return all_reduced(x, group, own=own)
+        return all_reduced(x, group, GROUPS.await_work, own=own)
     found: Tensor = _AllReduce.apply(x, group)  # type: ignore[no-untyped-call]
     return found

@@ -20,15 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
+from weft.comm.membership import timeout_from_environment
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation, SymmetricPlace
+from weft.compat.c10d import has_ended
 from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.device import on_device
 from weft.compat.dispatch import traced_graph
 from weft.compat.streams import Driver
 from weft.compat.symmetric_memory import free_unused
 from weft.compat.versions import warn_of_untested_versions
-from weft.core.errors import PeerLost
+from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.schedule import Schedule
 from weft.runtime.autotune import Choice
 from weft.runtime.bound import Closes, Outputs
@@ -39,7 +41,7 @@ from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host_resources import HostResources
 from weft.runtime.host_wire import AllToAll, HostWire
 from weft.runtime.order import Order
-from weft.runtime.peer_waits import bounded
+from weft.runtime.peer_waits import await_collective
 from weft.runtime.programs import KnownCall, Programs
 
 A = TypeVar("A", bound=Closes)
@@ -123,8 +125,8 @@ class GroupState(Programs):
         """Wait for a gloo collective on CPUs. Bounded. Raises PeerLost or WaitTimeout."""
         if work is not None:
             with self.rank_group.fail_group_on_error():
-                bounded(
-                    self.rank_group, lambda: f"rank {self.rank_group.rank}: {what}: not all ranks have taken part", work.wait
+                await_collective(
+                    self.rank_group, lambda: f"rank {self.rank_group.rank}: {what}: not all ranks have taken part", work
                 )
 
     def wire(self) -> HostWire:
@@ -267,6 +269,17 @@ class Groups:
     def watched(self, name: str, what: str, common: str, device: torch.device, work: Callable[[], T]) -> T:
         """Run work as GroupState.watched does. In a group that has been closed, run it without the watchdog."""
         return known.watched(what, common, device, work) if (known := self.known(name)) else work()
+
+    def await_work(self, name: str, what: str, work: dist.Work) -> None:
+        """Wait for a collective of torch's on CPUs as GroupState.await_work does.
+
+        In a group that has made no call, it raises WaitTimeout after WEFT_TIMEOUT_S, or torch's RuntimeError.
+        """
+        known = self.known(name)
+        if known is not None and known.rank_group.broken is None:
+            known.await_work(what, work)
+        elif not has_ended(work, bound_s := timeout_from_environment()):
+            raise WaitTimeout(f"{what}: not all ranks have taken part after {bound_s:g} s (WEFT_TIMEOUT_S)")
 
     def all_to_all(self, name: str, what: str, device: torch.device) -> AllToAll:
         """Return the function by which ranks exchange elements.

@@ -2,8 +2,9 @@
 
 gloo's collectives and messages on CPUs have no bound, or a different one. `bounded` runs such a wait on a separate thread while
 the caller watches its peers. A lost rank ends the caller's wait at once, and at weft's bound it raises WaitTimeout. The thread
-itself ends when its connection closes, or at gloo's bound. A wait in NCCL ends only when its communicator is aborted, which
-also needs a separate thread (`Abort`).
+itself ends when its connection closes, or at gloo's bound. `await_collective` needs no thread, because a wait for a collective
+can be given up and begun again. A wait in NCCL ends only when its communicator is aborted, which also needs a separate thread
+(`Abort`).
 
 On a GPU, the progress of each lane and the flags of its current steps show what a call waits for (`describe_waits`,
 `describe_unfinished`).
@@ -18,7 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import torch.distributed as dist
+
 from weft.comm.rank_group import RankGroup
+from weft.compat.c10d import has_ended
 from weft.core.errors import PeerLost, WeftError
 from weft.core.logs import LOGGER
 from weft.core.schedule import Collective, Lane, SendReceive, Wait, places_of, waits
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _REPORT_S = 2.0
 """After a connection breaks, the time to wait for the report that says which rank is lost."""
+_LOOK_S = 5e-3
+"""How long a wait for a collective lasts before the peers are looked at."""
 _GRACE_S = 0.5
 """The time after the bound at which this rank gives up, so that the rank that it waits for can report first."""
 
@@ -39,21 +45,16 @@ def bounded(rank_group: RankGroup, explain: Callable[[], str], work: Callable[[]
 
     Raises PeerLost with the rank that was lost, or WaitTimeout with `explain()`.
     """
-    done, found, raised = threading.Event(), list[T](), list[Exception]()
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except Exception as error:
-            raised.append(error)
-        done.set()
-
-    threading.Thread(target=run, name=f"weft-waits-{rank_group.rank}", daemon=True).start()
-    rank_group.wait_until(done.is_set, lambda: explain() + describe_suspended(rank_group), grace_s=_GRACE_S)
     with name_lost_rank(rank_group, explain):
-        if raised:
-            raise raised[0]
-    return found[0]
+        return rank_group.run_bounded(work, lambda: explain() + describe_suspended(rank_group), grace_s=_GRACE_S)
+
+
+def await_collective(rank_group: RankGroup, explain: Callable[[], str], work: dist.Work) -> None:
+    """Wait for a collective on CPUs. Raises as `bounded` does, and has no thread."""
+    with name_lost_rank(rank_group, explain):
+        rank_group.wait_until(
+            lambda: has_ended(work, _LOOK_S), lambda: explain() + describe_suspended(rank_group), grace_s=_GRACE_S
+        )
 
 
 @contextmanager
