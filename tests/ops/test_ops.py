@@ -183,7 +183,7 @@ def _compiled() -> None:
     )
     torch.library.opcheck(
         torch.ops.weft.matmul_reduce_scatter,
-        (a[:, slice(*inner)], b[slice(*inner)], group.group_name, rank, size, 1, "shard_p2p", "sum"),
+        ([a[:, slice(*inner)]], [b[slice(*inner)]], group.group_name, rank, size, 1, "shard_p2p", "sum"),
         test_utils=("test_schema", "test_faketensor"),
     )
 
