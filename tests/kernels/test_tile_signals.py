@@ -50,13 +50,18 @@ def test_what_one_descriptor_cannot_have() -> None:
         assert index_tiles(tiles) == (None, [-1] * len(tiles))
 
 
-def _launched() -> None:
-    """Two parts in a buffer each and one in `out`, with short tiles; blocks of several tiles, halves at the end."""
+def _launched(added: bool) -> None:
+    """Two parts in a buffer each and one in `out`, with short tiles; blocks of several tiles, halves at the end.
+
+    added: another product, of a greater depth, is added.
+    """
     from weft.kernels import gemm as kernel
     from weft.kernels.shapes import INTERPRETED, tiles_of
 
     torch.manual_seed(0)
     a, b = torch.randn(150, 40).half(), torch.randn(40, 72).half()
+    more = (torch.randn(150, 104).half(), torch.randn(104, 72).half()) if added else None
+    product = a.float() @ b.float() + (more[0].float() @ more[1].float() if more else 0.0)
     out, room = torch.zeros(50, 72).half(), torch.zeros(150, 72).half()
     buffers = {"x": room[90:140], "y": room[:80]}
     rows = {"x": (0, 50), "y": (50, 120), "out": (120, 150)}
@@ -81,19 +86,20 @@ def _launched() -> None:
     for calls in (1, 2):
         for tensor in (out, room):
             tensor.fill_(7)
-        kernel.gemm((a,), b, out, plan, status, sms=4)
+        kernel.gemm((a,), b, out, plan, status, sms=4, added=more)
         for part, name in zip(parts, rows, strict=True):
             low, high = rows[name]
             found = {**buffers, "out": out}[name]
-            torch.testing.assert_close(found[: high - low].float(), a[low:high].float() @ b.float(), rtol=2e-3, atol=2e-2)
+            torch.testing.assert_close(found[: high - low].float(), product[low:high], rtol=2e-3, atol=2e-2)
             assert bool((found[high - low :] == 7).all()), f"rows below the tiles of {name} are not theirs"
             assert int(words[name]) == calls * tiles_of(part, INTERPRETED)
         assert bool((room[80:90] == 7).all()), "the memory between slots was written"
 
 
 @pytest.mark.ranks
-def test_tiles_are_stored_where_they_belong_and_counted_once() -> None:
-    interpreting(1).run(_launched)
+@pytest.mark.parametrize("added", [False, True])
+def test_tiles_are_stored_where_they_belong_and_counted_once(added: bool) -> None:
+    interpreting(1).run(_launched, added)
 
 
 @pytest.mark.usefixtures("on_an_h200")
