@@ -39,8 +39,8 @@ SCHEMAS = [
     "weft::matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
     "weft::matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
     "weft::matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
-    "weft::matmul_reduce_scatter(Tensor[] factors, Tensor[] bs, str group, int rank, int world_size, SymInt unit, str schedule, "
-    "str op) -> Tensor",
+    "weft::matmul_reduce_scatter(Tensor[] factors, Tensor[] bs, str group, int rank, int world_size, SymInt unit, str "
+    "schedule, str op) -> Tensor",
     "weft::quantised_linears(Tensor x, Tensor[] weights, Tensor[] scale_bs, str recipe) -> Tensor[]",
     "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
     "SymInt? a_rows, str limit, str schedule) -> (Tensor, Tensor)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -225,25 +226,50 @@ def test_a_forgotten_call_is_not_enqueued(warm: Warm, straight: Straight) -> Non
     warm.known.forgotten = True
     assert warm.call() is None
     assert (straight.issued, warm.rank_group.calls) == ([], 0)
-    anew = KnownCall(number=NUMBER, program=warm.program)
-    assert not warm.bound.makes(anew, [warm.a, warm.b]), "the next call gets another BoundCall"
+    assert not warm.bound.makes(KnownCall(number=NUMBER, program=warm.program)), "the next call gets another BoundCall"
 
 
 def test_a_tensor_whose_address_is_in_a_table_must_not_move(warm: Warm, straight: Straight) -> None:
     warm.bound._fixed = ((1, warm.b.data_ptr()),)
     assert warm.call() == [warm.out]
-    assert warm.bound.makes(warm.known, [warm.a, warm.b])
     warm.b = torch.ones(8, 3)
     assert warm.call() is None
     assert (len(straight.issued), warm.rank_group.calls) == (1, 1), "nothing was logged"
-    assert not warm.bound.makes(warm.known, [warm.a, warm.b]), "the slow path makes the table, and another BoundCall"
 
 
-def test_an_error_that_a_call_with_splits_has_noted_is_left_to_the_slow_path(warm: Warm) -> None:
-    own, other = SimpleNamespace(has_noted=False), SimpleNamespace(has_noted=False)
+def test_calls_with_tables_at_several_addresses_are_remembered_side_by_side(
+    warm: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = Group()
+    monkeypatch.setattr(bound_call, "LIVING_GROUPS", [group])
+    table, others = RememberedCalls(), [torch.ones(8, 3), torch.ones(8, 3)]
+    for b in (warm.b, others[0]):
+        bound = copy(warm.bound)
+        bound._fixed = ((1, b.data_ptr()),)
+        table.add(("key",), [warm.a, b], RememberedCall(group, bound))
+    found = [table.get(("key",), [warm.a, b]) for b in (warm.b, *others)]
+    assert [one and one.bound and one.bound.fixed for one in found] == [
+        [(1, warm.b.data_ptr())],
+        [(1, others[0].data_ptr())],
+        None,
+    ]
+
+
+def test_a_result_that_peers_can_write_is_left_to_the_slow_path(warm: Warm) -> None:
+    """Its call has another program: without staging memory, and without a copy."""
+    warm.bound._written, reached = (1,), [warm.b]
+    warm.bound._place_in_symmetric_memory = lambda tensor: "there" if any(tensor is one for one in reached) else None
+    assert not warm.replays()
+    assert warm.rank_group.calls == 0
+    reached.clear()
+    assert warm.replays()
+
+
+def test_an_error_that_a_call_with_splits_has_error_is_left_to_the_slow_path(warm: Warm) -> None:
+    own, other = SimpleNamespace(has_error=False), SimpleNamespace(has_error=False)
     warm.bound._ragged = cast(Any, [own, other])
     assert warm.replays()
-    other.has_noted = True
+    other.has_error = True
     assert not warm.replays()
     assert warm.rank_group.calls == 1, "nothing was logged"
 

@@ -513,4 +513,4 @@ def test_a_sum_whose_table_has_addresses_of_the_caller_is_not_prepared() -> None
     buffers = {"out": SimpleNamespace(kind="output"), "kept": SimpleNamespace(kind="symmetric")}
     for name, fixed in (("out", False), ("kept", True)):
         sums._sources = [Region(name, 0, (0, 1), (0, 1))]
-        assert sums.reads_by_address(Bindings(buffers=cast(Any, buffers))) is fixed
+        assert sums.can_be_prepared(Bindings(buffers=cast(Any, buffers))) is fixed

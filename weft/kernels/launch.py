@@ -12,7 +12,7 @@ from weft.compat.triton_kernels import finished, launcher_of, relaunch
 
 
 class MovingTensors(Protocol):
-    """MovingTensors has the tensors of a launch that are elsewhere at each launch.
+    """MovingTensors has the caller's tensors, whose addresses differ from launch to launch.
 
     addresses, views: their addresses, and the tensors, at the time of a launch.
     """
@@ -93,7 +93,8 @@ class _Moved(NamedTuple):
 
 
 _LEAST_ADDRESS = 1 << 32
-"""Sizes and strides are smaller, and addresses of the heap and of GPUs are larger."""
+"""An integer argument from this on is taken for an address, which moves if it lies in a tensor of the caller. Sizes and strides
+are smaller."""
 
 
 def _without_tensor(argument: Any, find: Callable[[int], int | None], held: list[object]) -> Any:

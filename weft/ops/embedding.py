@@ -132,7 +132,8 @@ def embedding_bag_all_to_all(
     how = (kind, spec, pooling, checks, sparse, *update)
     given = (tables, indices.contiguous(), offsets.contiguous(), weights, anchor, states)
     request = OperatorRequest(_embedding_bag_all_to_all, given, (*lookup, *how), group)
-    return request.run() if checks else cast(torch.Tensor, request)  # `public` runs it
+    # A checked call must run each time, so it is not remembered. Otherwise `public` runs the request.
+    return request.run() if checks else cast(torch.Tensor, request)
 
 
 def _anchor(tables: Sequence[torch.Tensor], indices: torch.Tensor) -> torch.Tensor | None:

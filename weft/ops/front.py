@@ -9,8 +9,8 @@ settings of torch on which results depend. The next call that is the same needs 
     remembered, with gradients                        one autograd.Function over a BoundCall, which reads and views -> `after`
     remembered, with gradients, `reads` make copies   `reads` -> one autograd.Function over a BoundCall -> `view`, `after`
     remembered, otherwise                             `reads` -> LibraryOperator -> `view`, `after`
-    remembered, otherwise, and the function makes     as if it were not remembered
-        the operator's tensors (the view of a scale)
+    remembered without its own tensors (it passes     as if it were not remembered
+        a view, such as b[None]), no BoundCall
     not remembered                                    the function -> `reads` -> LibraryOperator -> `view`, `after`
 """
 

@@ -161,10 +161,11 @@ class LibraryOperator:
         call: Call = self._run(*self._group_options((*tensors, *options)))
         agreed, outputs = GROUPS.make_call(call.group, call)
         results = call.results_of(outputs)
-        numbers = dict(zip(map(id, call.made or chain.from_iterable(outputs.values())), count(), strict=False))
+        allocated = call.allocated or chain.from_iterable(outputs.values())
+        numbers = dict(zip(map(id, allocated), count(), strict=False))
         picks = [numbers[id(result)] for result in results if id(result) in numbers]
         bound = None if known is None else known.bound
-        if identity is not None and (known is None or (bound is not None and not bound.makes(agreed, flat))):
+        if identity is not None and (known is None or (bound is not None and not bound.makes(agreed))):
             bound = bind(agreed, call, outputs, flat)
             GROUPS.remembered.add(identity, flat, RememberedCall(group_named(call.group), bound, picks))
         if bind_to is not None:

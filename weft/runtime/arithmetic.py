@@ -45,16 +45,11 @@ def multiply_gated(
 
 
 def _add_up(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    out: torch.Tensor,
-    matmul: Matmul,
-    *,
-    accumulate: bool = False,
-    scales: FactorScales | None = None,
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor, matmul: Matmul, scales: FactorScales | None
 ) -> None:
-    """Write the sum of the products of these factors to out, or add it to out."""
+    """Write the sum of the products of these factors to out."""
     for number, (a, b) in enumerate(pairs):
-        matmul(a, b, out, accumulate=accumulate or number > 0, scales=scales)
+        matmul(a, b, out, accumulate=number > 0, scales=scales)
 
 
 class Product:
@@ -75,14 +70,16 @@ class Product:
         products = bindings.products(self._rows, self._step.b)
         scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, self._rows, self._step.b)
         for (cols, rows, bs), scales in zip(products, scaled, strict=False):
-            factors = [runs_of_a[0] if len(runs_of_a) == 1 else _stack(runs_of_a) for runs_of_a in rows]
             outs = self._outs if len(products) == 1 else [_columns(out, cols) for out in self._outs]
             views = [bindings.view(out) for out in outs]
-            pairs = list(zip(factors, bs, strict=True))
-            if len(views) == 1:
-                _add_up(pairs, views[0], matmul, accumulate=self._step.accumulate, scales=scales)
-            else:
-                self._scatter(pairs, views, matmul, scales)
+            if len(views) > 1:
+                self._scatter([(_joined(runs_of_a), b) for runs_of_a, b in zip(rows, bs, strict=True)], views, matmul, scales)
+                continue
+            accumulate = self._step.accumulate
+            for runs_of_a, b in zip(rows, bs, strict=True):
+                a = runs_of_a[0] if len(runs_of_a) == 1 else _joined(runs_of_a)
+                matmul(a, b, views[0], accumulate=accumulate, scales=scales)
+                accumulate = True
 
     def prepare(self, lane: str, call: IssuedCall, tensors: CallTensors) -> Issue:
         """Return a function that does what `multiply` does, for calls of one layout.
@@ -117,7 +114,7 @@ class Product:
                     matmul(part, factor_b, out, accumulate=True)
             return
         product = torch.empty(first.shape[0], b.shape[1], dtype=views[0].dtype, device=first.device)
-        _add_up(pairs, product, matmul, scales=scales)
+        _add_up(pairs, product, matmul, scales)
         for out, part in zip(views, torch.split(product, heights), strict=True):
             out.copy_(part)
 
@@ -154,7 +151,7 @@ def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul
     for (cols, rows, bs), scales in zip(bindings.products([part.a], step.b), scaled, strict=False):
         ((a,), *_), b = rows, bs[0]
         total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
-        _add_up([(a, b) for (a,), b in zip(rows, bs, strict=True)], total, matmul, scales=scales)
+        _add_up([(a, b) for (a,), b in zip(rows, bs, strict=True)], total, matmul, scales)
         for add in part.adds:
             total += bindings.view(_columns(add, cols))
         if step.divide_by != 1:
@@ -169,8 +166,10 @@ def _scales(bindings: Bindings, scaling: Scaling, rows: Sequence[Region], b: Reg
     return (FactorScales(of_a, of_b, scaling) for of_b in bindings.scale_views(b))
 
 
-def _stack(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate rows. For FP8 it concatenates bytes, because torch.cat supports FP8 only on some devices."""
+    if len(rows) == 1:
+        return rows[0]
     if rows[0].element_size() > 1:
         return torch.cat(list(rows))
     return torch.cat([one.view(torch.uint8) for one in rows]).view(rows[0].dtype)

@@ -79,19 +79,34 @@ class Bindings:
 
         a: runs of rows, all columns each.
         """
-        pieces = [self.pieces(run) for run in a]
-        rows = [[views[number][0] for views in pieces] for number in range(len(pieces[0]))]
-        return [(cols, rows, bs) for cols, bs in self.second_factors(b)]
+        # Loops, because a comprehension would be one more frame in each call on CPUs.
+        rows: list[list[torch.Tensor]] = []
+        for run in a:
+            for number, (view, _) in enumerate(self.pieces(run)):
+                if number == len(rows):
+                    rows.append([])
+                rows[number].append(view)
+        found: list[tuple[Span1D, list[list[torch.Tensor]], Sequence[torch.Tensor]]] = []
+        if (b.buffer, b.rank) in self.stacked:
+            cols, bs = self._stacked_factors(b)
+            found.append((cols, rows, bs))
+            return found
+        for matrix, cols in self.pieces(b):
+            found.append((cols, rows, (matrix,)))
+        return found
 
-    def second_factors(self, b: Region) -> list[tuple[Span1D, Sequence[torch.Tensor]]]:
-        """Return for each matrix of results its columns, and the factors b whose products with the factors a are added up."""
-        stacked = self.stacked.get((b.buffer, b.rank))
-        if stacked is None:
-            return [(cols, (matrix,)) for matrix, cols in self.pieces(b)]
+    def second_factors(self, b: Region) -> Sequence[torch.Tensor]:
+        """Return the factors b, whether their products are added up or have results of their own."""
+        if (b.buffer, b.rank) in self.stacked:
+            return self._stacked_factors(b)[1]
+        return [matrix for matrix, _ in self.pieces(b)]
+
+    def _stacked_factors(self, b: Region) -> tuple[Span1D, Sequence[torch.Tensor]]:
         low, high = b.cols
-        bs = [matrix if matrix.shape[1] == high and not low else matrix[:, low:high] for matrix, _ in stacked]
+        matrices = [matrix for matrix, _ in self.stacked[b.buffer, b.rank]]
+        bs = [one if one.shape[1] == high and not low else one[:, low:high] for one in matrices]
         # The a of a b without rows has no columns, and is no piece.
-        return [((0, high - low), [one for one in bs if one.shape[0]] or bs[:1])]
+        return (0, high - low), [one for one in bs if one.shape[0]] or bs[:1]
 
     def scale_views(self, region: Region) -> list[torch.Tensor]:
         """Return the scales of each of the region's `pieces`. The list is empty if the region is not FP8."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import WeakSet, ref
@@ -58,8 +59,8 @@ class RememberedCall:
     values: weak references to the Schedule values among the arguments. They are compared by id, and another object may
         get the id of a dead one.
     request: the weft.ops.front.OperatorRequest without its group. Its `tensors` are the structure of the tensors, and their
-        numbers among the tensors of a call. Empty if the public function makes other tensors of these. None if the operator
-        itself remembers the call.
+        numbers among the tensors of a call. They are empty if the public function passes the operator a view (b[None], a
+        reshaped scale), so that later calls need the BoundCall or the function. None if the operator itself remembers the call.
     recording: the weft.ops.operator.Recording of such calls, if autograd records them. Else None.
     """
 
@@ -149,6 +150,8 @@ class RememberedCalls:
         check = layout_check(tensors)
         if check is None:
             return
+        if made.bound is not None and made.bound.fixed:
+            check = partial(_is_at, check, made.bound.fixed)
         others = [one for one in self._table.pop(identity, ()) if not one[0](*tensors)]
         self._table[identity] = [*others[1 - _MOST_LAYOUTS :], (check, made)]
         if len(self._table) > _MOST:
@@ -181,6 +184,11 @@ class RememberedCalls:
                 self._table.pop(identity, None)
 
 
+def _is_at(check: Callable[..., bool], fixed: Sequence[tuple[int, int]], *tensors: torch.Tensor) -> bool:
+    """Return whether tensors have a layout, and those at these numbers an address."""
+    return check(*tensors) and all(tensors[number].data_ptr() == address for number, address in fixed)
+
+
 class Output(NamedTuple):
     """An Output is a matrix that each call allocates.
 
@@ -209,14 +217,16 @@ class BoundCall:
         a call.
     fixed: (number of a place, address) of each tensor whose address is in a table of a kernel. Another address needs the slow
         path, which makes the table.
-    apart: (number of a place, bytes) twice for each two tensors that must share no memory.
+    must_not_overlap: pairs of an input and an output of the caller: the place and the bytes of the input, then those of the
+        output.
+    place_in_symmetric_memory: tells whether an output that the caller passes can be written by peers. Such a call has another
+        program. None if no output can be.
     outputs: the matrices that a call allocates.
     written: the numbers of the tensors that the call writes, and that a failure makes NaN.
     """
 
     __slots__ = (
         "_alarm",
-        "_apart",
         "_attribute",
         "_calls",
         "_describe",
@@ -227,8 +237,10 @@ class BoundCall:
         "_known",
         "_layout",
         "_memory_at",
+        "_must_not_overlap",
         "_order",
         "_outputs",
+        "_place_in_symmetric_memory",
         "_places",
         "_program",
         "_ragged",
@@ -250,12 +262,14 @@ class BoundCall:
         straight: Straight | None = None,
         written: tuple[int, ...] = (),
         fixed: tuple[tuple[int, int], ...] = (),
-        apart: tuple[tuple[int, int, int, int], ...] = (),
+        must_not_overlap: tuple[tuple[int, int, int, int], ...] = (),
+        place_in_symmetric_memory: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         resources = program.resources
         self._known, self._program, self._places, self._outputs = known, program, places, outputs
         self._group, self._order, self._calls = program.rank_group, resources.order, resources.watchdog.pending
-        self._index, self._fixed, self._apart = resources.index, fixed, apart
+        self._index, self._fixed, self._must_not_overlap = resources.index, fixed, must_not_overlap
+        self._place_in_symmetric_memory = place_in_symmetric_memory
         self._ragged = resources.ragged if program.ragged is not None else ()
         self._layout, self._replays, self._straight, self._written = layout, program.replays, straight, written
         self._graphs = {} if program.replays is None else program.replays.of_layout(layout)
@@ -290,12 +304,14 @@ class BoundCall:
     def is_forgotten(self) -> bool:
         return self._known.forgotten
 
-    def makes(self, known: KnownCall, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether this makes the calls on which the ranks have agreed. It does not after they have agreed anew, or if
-        tensors have moved whose addresses are in tables."""
-        return self._known is known and all(
-            tensors[self._places[number]].data_ptr() == address for number, address in self._fixed
-        )
+    def makes(self, known: KnownCall) -> bool:
+        """Return whether this makes the calls on which the ranks have agreed. It does not after they have agreed anew."""
+        return self._known is known
+
+    @property
+    def fixed(self) -> list[tuple[int, int]]:
+        """(number among the tensors of a call, address) of each tensor whose address is in a table."""
+        return [(self._places[number], address) for number, address in self._fixed]
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """Make a call, and return what it has allocated. Return None if the slow path must make it.
@@ -310,8 +326,12 @@ class BoundCall:
             if self._known.forgotten or group.broken is not None or current_device() != self._index or capturing():
                 return None
             for ragged in self._ragged:  # also of other programs than this call's
-                if ragged.has_noted:
+                if ragged.has_error:
                     return None
+            if self._place_in_symmetric_memory is not None:
+                for number in self._written:
+                    if self._place_in_symmetric_memory(tensors[number]) is not None:
+                        return None
             if len(self._calls) >= MOST_IN_FLIGHT and not order.make_room(self._calls):
                 return None
             outputs = self._allocate() if torch.is_inference_mode_enabled() else None
@@ -342,7 +362,7 @@ class BoundCall:
                 for number, address in self._fixed:
                     if used[number] != address:
                         return None
-                for one, size, other, length in self._apart:
+                for one, size, other, length in self._must_not_overlap:
                     if used[one] < used[other] + length and used[other] < used[one] + size:
                         return None
                 if self._replays is not None and self._replays.wants(self._layout, used):
@@ -396,19 +416,19 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     tensors: those by which a BoundCall is called. The program must read and write their memory, and not that of copies.
     """
     program = known.program
-    if not isinstance(program, CudaProgram) or not call.repeats or known.rows or known.empty or call.reached:
+    if not isinstance(program, CudaProgram) or not call.can_be_bound or known.rows or known.empty or call.reached:
         return None
     numbers = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
     inputs = program.prepared(call.inputs)
-    callers = {} if call.made else call.outputs or {}
+    callers = {} if call.allocated else call.outputs or {}
     try:
         places = [numbers[address] for address in addresses_of(inputs, callers)]
     except KeyError:  # a copy
         return None
     if len(numbers) < len(tensors):  # two tensors share memory, so it is not known which one an address belongs to
         return None
-    made = [one for some in outputs.values() for one in some] if call.outputs is None else call.made
-    callers_invalid = () if call.made else call.invalidated
+    made = [one for some in outputs.values() for one in some] if call.outputs is None else call.allocated
+    callers_invalid = () if call.allocated else call.invalidated
     written = [numbers[one.data_ptr()] for one in callers_invalid if one.data_ptr() in numbers]
     if [tensors[number].nbytes for number in written] != [one.nbytes for one in callers_invalid]:
         return None  # only a part of what the call writes becomes NaN
@@ -416,10 +436,11 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     into = outputs if call.outputs is None else call.outputs
     addresses = addresses_of(inputs, into)
     given = [*map(tensors.__getitem__, places), *made]
-    # The slow path has checked the outputs that the caller passes. Later ones must lie to the inputs as these do.
-    apart = _find_apart(places, given, sum(map(len, inputs.values()))) if callers else ()
+    # The slow path has checked that the outputs which the caller passes overlap no input. In later calls they must not, either,
+    # except where the caller passes the same tensor for both.
+    must_not_overlap = _find_pairs(places, given, sum(map(len, inputs.values()))) if callers else ()
     straight = None
-    if apart is not None and is_aligned(addresses) and all(one.dim() for one in given):
+    if must_not_overlap is not None and is_aligned(addresses) and all(one.dim() for one in given):
         straight = Straight(program, inputs, into, given)
     layout = () if program.replays is None else program.replays.layout(inputs)
     if straight is None and program.replays is None:
@@ -427,13 +448,14 @@ def bind(known: KnownCall, call: Call, outputs: Outputs, tensors: Sequence[torch
     tabled = {name for kernel in program.kernels.values() for name in kernel.tabled}
     named = [(name, one.data_ptr()) for name, some in inputs.items() for one in some]
     fixed = tuple([(number, address) for number, (name, address) in enumerate(named) if name in tabled])
-    return BoundCall(known, program, tuple(places), layout, kinds, straight, tuple(written), fixed, apart or ())
+    pairs, place = must_not_overlap or (), call.place_in_symmetric_memory
+    return BoundCall(known, program, tuple(places), layout, kinds, straight, tuple(written), fixed, pairs, place)
 
 
-def _find_apart(
+def _find_pairs(
     places: Sequence[int], given: Sequence[torch.Tensor], inputs: int
 ) -> tuple[tuple[int, int, int, int], ...] | None:
-    """Return the pairs of an input and an output of the caller that must share no memory, as BoundCall's `apart`.
+    """Return the pairs of an input and an output of the caller that must share no memory, as BoundCall takes them.
 
     Return None if two different tensors of this call share memory. inputs: the number of inputs.
     """

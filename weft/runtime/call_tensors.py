@@ -121,7 +121,9 @@ class CallTensors:
         if self._cast:
             matrices = list(matrices)
             for number, dtype in self._cast:
-                matrices[number] = matrices[number].view(dtype)
+                one = matrices[number]
+                # torch calls a matrix of one column contiguous, whatever its last stride is, and does not view it as bytes.
+                matrices[number] = one.as_strided((one.numel(),), (1,), one.storage_offset()).view(dtype)
         addresses[: self._count] = map(address_of, matrices)
         for at, number, distance in self._within:
             addresses[at] = addresses[number] + distance

@@ -67,8 +67,8 @@ class Call(ABC):
         return outputs["out"]
 
     @property
-    def repeats(self) -> bool:
-        """Whether later calls like this one need nothing but its program, so that a BoundCall may make them."""
+    def can_be_bound(self) -> bool:
+        """False if a call also does work on the host: it checks indices, or records times. Then it has no BoundCall."""
         return self.spans is None
 
     @property
@@ -82,9 +82,14 @@ class Call(ABC):
         return None
 
     @property
-    def made(self) -> Sequence[torch.Tensor]:
-        """Those of `outputs` that this call itself has allocated, as its caller gets them."""
+    def allocated(self) -> Sequence[torch.Tensor]:
+        """The same memory as `outputs`, in the shape and dtype that the caller gets, if this call has allocated it."""
         return ()
+
+    @property
+    def place_in_symmetric_memory(self) -> Callable[[torch.Tensor], object] | None:
+        """The function that returns where peers can write a tensor that is passed for a result, or None if they cannot."""
+        return None
 
     @property
     def reached(self) -> Mapping[str, Sequence[torch.Tensor]]:
@@ -329,7 +334,7 @@ class LookupCall(Call):
         return outputs["out"]
 
     @property
-    def repeats(self) -> bool:
+    def can_be_bound(self) -> bool:
         return self.check is None and self.spans is None
 
     @property

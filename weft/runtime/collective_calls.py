@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,6 +61,7 @@ class CollectiveCall(Call):
     a, out: contiguous, and of any dtype if nothing is summed. They may share memory as CollectiveProblem describes.
     fresh: whether the call has allocated out, and returns it.
     reach: where out is stored, if peers can write it.
+    find_reach: returns that for another out. None if it makes no difference.
     unit: the dtype as which elements are moved if nothing is summed.
     """
 
@@ -71,14 +72,19 @@ class CollectiveCall(Call):
     reduce_op: Literal["sum", "avg"] = "sum"
     fresh: bool = False
     reach: SymmetricPlace | None = None
+    find_reach: Callable[[torch.Tensor], object] | None = None
     unit: torch.dtype = torch.uint8
 
     def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
         return [self.out]
 
     @property
-    def made(self) -> Sequence[torch.Tensor]:
+    def allocated(self) -> Sequence[torch.Tensor]:
         return [self.out] if self.fresh else ()
+
+    @property
+    def place_in_symmetric_memory(self) -> Callable[[torch.Tensor], object] | None:
+        return self.find_reach
 
     @property
     def inputs(self) -> Inputs:

@@ -116,7 +116,7 @@ class FusedGemm(StepKernel):
     def reason_against(self, bindings: Bindings) -> str:
         if self._irregular:
             return self._irregular
-        sources, bs = self._sources(bindings), self._bs(bindings)
+        sources, bs = self._sources(bindings), list(bindings.second_factors(self.step.b))
         adds = [self._whole(bindings, key) for key in self._adds]
         keys = dict.fromkeys([self._out, *((out.buffer, out.rank) for out in self._elsewhere)])
         outs = [matrix for key in keys for matrix, _ in bindings.tensors[key]]
@@ -178,7 +178,7 @@ class FusedGemm(StepKernel):
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         plan = self.tables.of(bindings)
-        sources, bs = tuple(self._sources(bindings)), self._bs(bindings)
+        sources, bs = tuple(self._sources(bindings)), bindings.second_factors(self.step.b)
         added = None
         if bindings.stacked and len(bs) > 1:  # the products are added up in one launch
             added, sources, bs = (sources[1], bs[1]), sources[:1], bs[:1]
@@ -213,9 +213,6 @@ class FusedGemm(StepKernel):
         if not bindings.stacked:
             return [self._whole(bindings, key) for key in self._buffers]
         return [matrix for key in self._buffers for matrix, _ in bindings.tensors[key] if matrix.shape[1]]
-
-    def _bs(self, bindings: Bindings) -> list[torch.Tensor]:
-        return [b for _, bs in bindings.second_factors(self.step.b) for b in bs]
 
     def _whole(self, bindings: Bindings, key: tuple[str, int]) -> torch.Tensor:
         ((matrix, _),) = bindings.tensors[key]
@@ -269,7 +266,7 @@ class FusedReduce(StepKernel):
             return "its sources differ in dtype or row stride"
         return "" if len({len(part.srcs) for part in self.step.parts}) == 1 else "its parts have different numbers of sources"
 
-    def reads_by_address(self, bindings: Bindings) -> bool:
+    def can_be_prepared(self, bindings: Bindings) -> bool:
         return all(bindings.buffers[src.buffer].kind in ("symmetric", "local") for src in self._sources)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:

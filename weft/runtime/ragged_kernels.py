@@ -51,8 +51,8 @@ class RaggedStepKernel(StepKernel):
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         self._kernels.launch(self.where.step, self.where, bindings)
 
-    def reads_by_address(self, bindings: Bindings) -> bool:
-        return self._kernels.reads_by_address(bindings)
+    def can_be_prepared(self, bindings: Bindings) -> bool:
+        return self._kernels.can_be_prepared(bindings)
 
     def missing(self) -> str:
         return self._kernels.missing() if isinstance(self.where.step, ShareCounts) else ""
@@ -99,8 +99,8 @@ class RaggedKernels:
         """The function that launches a step, by type of step. Its arguments are the step, its position and a call's tensors."""
 
     @property
-    def has_noted(self) -> bool:
-        """Whether the host has been told that a call's splits were wrong, or that a peer did not arrive."""
+    def has_error(self) -> bool:
+        """Whether kernels of an earlier call have written an error to the host's memory: wrong splits, or a late peer."""
         return bool(self._seen[LATE] or self._seen[CUT])
 
     def check_before(self, a: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ class RaggedKernels:
         ((matrix, _),) = bindings.tensors[name, self._rank]
         return matrix
 
-    def reads_by_address(self, bindings: Bindings) -> bool:
+    def can_be_prepared(self, bindings: Bindings) -> bool:
         """Return whether the kernels read the caller's operands themselves, and no copies."""
         (b,), scales = bindings.loose["b"], bindings.scales.get(("a", self._rank), ())
         rows = [self._matrix("a", bindings), *scales]
@@ -184,7 +184,7 @@ class RaggedKernels:
 
         ended: the calls have ended on the device, so the notes are read from the device.
         """
-        if not (ended or self.has_noted):
+        if not (ended or self.has_error):
             return
         notes = (self.exchange.notes if ended else self.exchange.host_notes).tolist()
         if notes[CUT]:

@@ -123,7 +123,7 @@ class StepKernel:
 
     def prepare(self, tensors: CallTensors, *, tries: int, sms: int) -> Issue:
         """Return a function that launches the kernel for calls of one layout. Raises NotPreparedError if only `launch` can."""
-        if not self.reads_by_address(tensors.bindings):
+        if not self.can_be_prepared(tensors.bindings):
             raise NotPreparedError(f"{self.where}: it reads tables that change, or copies")
         launches = record_launches(lambda: self.launch(tensors.bindings, silent=False, tries=tries, sms=sms))
         found = [one for one in (launch.prepare(tensors) for launch in launches) if one is not None]
@@ -131,9 +131,10 @@ class StepKernel:
             raise NotPreparedError(f"{self.where}: a kernel was not launched with such arguments before")
         return in_turn(found)
 
-    def reads_by_address(self, bindings: Bindings) -> bool:
-        """Return whether the arguments of a launch contain the addresses of the caller's tensors themselves: not those of
-        copies, and not those of tables with such addresses, unless these tensors are `tabled`."""
+    def can_be_prepared(self, bindings: Bindings) -> bool:
+        """Return whether later launches only need new addresses. They need more if the kernel reads a copy, or a table on the
+        device with addresses of the caller's tensors. Tables of `tabled` tensors are allowed, because a BoundCall compares
+        their addresses."""
         return True
 
     def raise_if_late(self, describe: Callable[[Flag], str]) -> None:

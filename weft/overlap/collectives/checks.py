@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -51,7 +52,7 @@ def make_call(
         given = schedule.problem
         staging_bytes, sms, reachable = staging_bytes or given.staging_bytes, sms or given.sms, given.reachable
         unit = unit if given.sums else getattr(torch, given.dtype)
-    reduces = reduction(reduce_op)
+    reduces, find_reach = reduction(reduce_op), partial(GROUPS.reach, group_name) if reachable else None
 
     def make(output: torch.Tensor, input: torch.Tensor) -> CollectiveCall:
         check_pair(op, output, input, rank, world_size, names=names)
@@ -66,7 +67,8 @@ def make_call(
             reduce_op=reduces,
             staging_bytes=staging_bytes or staging_from_environment(input.device),
             sms=sms or default_sms(input.device),
-            reach=GROUPS.reach(group_name, output) if reachable else None,
+            reach=None if find_reach is None else find_reach(output),
+            find_reach=find_reach,
             unit=unit,
         )
 
