@@ -514,3 +514,20 @@ def test_a_sum_whose_table_has_addresses_of_the_caller_is_not_prepared() -> None
     for name, fixed in (("out", False), ("kept", True)):
         sums._sources = [Region(name, 0, (0, 1), (0, 1))]
         assert sums.can_be_prepared(Bindings(buffers=cast(Any, buffers))) is fixed
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6, 1)])
+def test_tensors_of_collectives_are_viewed_as_bytes(shape: tuple[int, int]) -> None:
+    """A matrix of one column is contiguous for torch whatever its last stride is, and then torch does not view it as bytes."""
+    caller = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape[1], shape[0]).t().contiguous()
+    if shape[1] == 1:
+        caller = caller.as_strided(shape, (1, shape[0]))
+    assert caller.is_contiguous()
+    flat = caller.as_strided((caller.numel(),), (1,)).view(torch.uint8).view(-1, 1)
+    program: Any = SimpleNamespace(bind=lambda inputs, outputs: Bindings(), place_of=lambda bindings, name: ({"a": ()}, "a"))
+    tensors = CallTensors(program, {"a": (flat,)}, {}, [caller])
+    number = tensors.view(flat[4:12])
+    moved = caller.clone(memory_format=torch.preserve_format) + 1
+    tensors.hold([moved])
+    assert tensors.addresses[0] == moved.data_ptr()
+    assert torch.equal(tensors.views[number].flatten().view(torch.float32), moved.flatten()[1:3])
