@@ -36,7 +36,7 @@ SCHEMAS = [
     "weft::experts_total(Tensor rows, Tensor place, Tensor? weights) -> Tensor",
     "weft::experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
     "weft::linears_of_whole(Tensor x, Tensor[] weights, str group, str schedule) -> Tensor[]",
-    "weft::matmul_all_reduce(Tensor a, Tensor b, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
+    "weft::matmul_all_reduce(Tensor[] factors, Tensor[] bs, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
     "weft::matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
     "weft::matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
     "weft::matmul_reduce_scatter(Tensor[] factors, Tensor[] bs, str group, int rank, int world_size, SymInt unit, str "

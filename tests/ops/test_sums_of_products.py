@@ -1,4 +1,5 @@
-"""matmul_reduce_scatter of several products, which each rank adds up: results and gradients by every family, and mistakes."""
+"""matmul_reduce_scatter and matmul_all_reduce of several products, which each rank adds up: results and gradients by every
+family, and mistakes."""
 
 from __future__ import annotations
 
@@ -47,7 +48,30 @@ def _check(spec: str, count: int, dtype: torch.dtype, rows: int) -> None:
         torch.testing.assert_close(b.grad.double(), a.detach().double().t() @ grad.double(), **close)
 
 
+def _check_all_reduce(spec: str, count: int, dtype: torch.dtype, rows: int) -> None:
+    """With the addends, and the gradients of all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = [_drawn(r, rows, count, dtype) for r in range(size)]
+    generator = torch.Generator().manual_seed(3)
+    bias, residual, grad = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((32,), (rows, 32), (rows, 32)))
+    products = [a.double() @ b.double() for factors, bs in every for a, b in zip(factors, bs, strict=True)]
+    wanted = torch.stack(products).sum(0) + bias.double() + residual.double()
+    factors, bs = ([one.requires_grad_() for one in some] for some in every[rank])
+    out = weft.matmul_all_reduce(factors, bs, bias=bias, residual=residual, schedule=spec)
+    close = {"atol": 4e-2 if dtype != torch.float32 else 1e-4, "rtol": 1e-2 if dtype != torch.float32 else 1e-4}
+    torch.testing.assert_close(out.double(), wanted, **close)
+    out.backward(grad)
+    for a, b in zip(factors, bs, strict=True):
+        assert a.grad is not None
+        assert b.grad is not None
+        torch.testing.assert_close(a.grad.double(), grad.double() @ b.detach().double().t(), **close)
+        torch.testing.assert_close(b.grad.double(), a.detach().double().t() @ grad.double(), **close)
+
+
 def _every_family(dtype: torch.dtype) -> None:
+    for spec in schedules.names("matmul_all_reduce"):
+        for count in WIDTHS:
+            _check_all_reduce(spec, count, dtype, 22)
     for spec in NAMES:
         for count in WIDTHS:
             _check(spec, count, dtype, 22)
@@ -95,9 +119,11 @@ def _interpreted() -> int:
 
     fused.gemm = counted  # type: ignore[assignment]
     try:
-        for spec in NAMES:
-            for count in WIDTHS:
+        for count in WIDTHS:
+            for spec in NAMES:
                 _check(spec, count, torch.float16, 70)
+            for spec in schedules.names("matmul_all_reduce"):
+                _check_all_reduce(spec, count, torch.float16, 10)
     finally:
         fused.gemm = launch
     return added

@@ -4,7 +4,7 @@
 
 Capitals M N are full extents, k is a rank's part of K. The operator of torch.library takes flat matrices and a group's name:
 
-    weft::matmul_all_reduce(a [M, k], b [k, N], bias [N]?, residual [M, N]?, ...)   -> out [M, N]
+    weft::matmul_all_reduce(a [M, k]..., b [k, N]..., bias [N]?, residual [M, N]?, ...)   -> out [M, N]
 
 Every rank has the whole result, so its gradient is whole on every rank, too, and the backward needs no exchange:
 
@@ -16,6 +16,7 @@ the ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Unpack, cast
 
 import torch
@@ -26,7 +27,7 @@ from weft.ops.common import (
     FLOAT8,
     as_matrix,
     check_addend,
-    check_operands,
+    factors_of,
     resolve_group,
     rows_of,
     schedule_to_spec,
@@ -34,14 +35,14 @@ from weft.ops.common import (
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.replicated import with_summed_double_gradient
-from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, scaled_matmul
+from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, refuse_several, scaled_matmul
 from weft.runtime.calls import MatmulCall, matmul_call
 
 
 @public
 def matmul_all_reduce(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor | Sequence[torch.Tensor],
+    b: torch.Tensor | Sequence[torch.Tensor],
     group: dist.ProcessGroup | None = None,
     *,
     schedule: str | Schedule = "auto",
@@ -56,8 +57,7 @@ def matmul_all_reduce(
         c = a @ b; dist.all_reduce(c, group=group); out = c + bias + residual
 
     Args:
-        a: [M, ..., k], any strides.
-        b: [k, N], of any one unit stride (weight.t() is fine).
+        a, b: as for matmul_reduce_scatter, also several of each, whose products are added up.
         group: as for all_gather_matmul.
         schedule: as for all_gather_matmul. "one_shot" and "two_shot" are one kernel each, for few rows.
         bias: [N], the same on every rank, added once.
@@ -75,9 +75,11 @@ def matmul_all_reduce(
     Returns out [M, ..., N], whole on every rank. Raises as all_gather_matmul does. Source: fused computation-collectives
     (arXiv 2305.06942), GEMV + AllReduce.
     """
-    check_operands(a, [b], scaled=True)
-    scaled = quantised("matmul_all_reduce", a, [b], scales) if scales or a.dtype in FLOAT8 else None
+    factors, bs = factors_of(a, b)
+    a, b = factors[0], bs[0]
+    scaled = quantised("matmul_all_reduce", a, bs, scales) if scales or a.dtype in FLOAT8 else None
     if scaled is not None:
+        refuse_several(factors)
         refuse_gradients(bias=bias, residual=residual)
     shape = (*a.shape[:-1], b.shape[1])
     dtype = a.dtype if scaled is None else scaled.output_dtype
@@ -86,7 +88,7 @@ def matmul_all_reduce(
     if residual is not None:
         check_addend("residual", residual, shape, dtype, a.device)
     of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
-    view, tensors = rows_of(shape), (a, b, bias, residual)
+    view, tensors = rows_of(shape), (factors, bs, bias, residual)
     if scaled is not None:
         added = None if residual is None else as_matrix(residual)
         how: Any = {"view": view, "bias": bias, "residual": added}
@@ -96,25 +98,32 @@ def matmul_all_reduce(
 
 
 def _run(
-    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, group: str, schedule: str
+    factors: list[torch.Tensor],
+    bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    group: str,
+    schedule: str,
 ) -> MatmulCall:
+    a, *more = factors
     extras = {} if bias is None else {"bias": bias[None]}
     extras |= {} if residual is None else {"residual": residual}
-    return matmul_call("matmul_all_reduce", a, [b], group, schedule, rows=a.shape[0], extras=extras)
+    return matmul_call("matmul_all_reduce", a, bs, group, schedule, rows=a.shape[0], extras=extras, more=more)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, _, _, ctx.group, _ = inputs
-    ctx.save_for_backward(a, b)
+    factors, bs, _, _, ctx.group, _ = inputs
+    ctx.save_for_backward(*factors, *bs)
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    a, b = ctx.saved_tensors
+    saved = ctx.saved_tensors
+    factors, bs = saved[: len(saved) // 2], saved[len(saved) // 2 :]
     for_a, for_b, for_bias, for_residual = ctx.needs_input_grad[:4]
     used = with_summed_double_gradient(grad, ctx.group)
     return (
-        used @ b.t() if for_a else None,
-        a.t() @ used if for_b else None,
+        [used @ b.t() if needed else None for b, needed in zip(bs, for_a, strict=True)],
+        [a.t() @ used if needed else None for a, needed in zip(factors, for_b, strict=True)],
         grad.sum(0) if for_bias else None,
         grad if for_residual else None,
     )
@@ -123,7 +132,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 flat_matmul_all_reduce = define(
     "matmul_all_reduce",
     _run,
-    lambda a, b, *_: a.new_empty(a.shape[0], b.shape[1]),
+    lambda factors, bs, *_: factors[0].new_empty(factors[0].shape[0], bs[0].shape[1]),
     returns=torch.Tensor,
     save=_save,
     backward=_backward,

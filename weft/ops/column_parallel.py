@@ -5,7 +5,7 @@
 Each weight is this rank's part of the columns, so each rank computes a part of the gradient of x. It is summed over the ranks
 by one matmul_all_reduce for all weights:
 
-    grad_x = all_reduce([grad_0 | grad_1 ..] @ [weight_0 / weight_1 ..])      grad_weight = grad^T @ x, if its result was used
+    grad_x = all_reduce(grad_0 @ weight_0 + grad_1 @ weight_1 ..)             grad_weight = grad^T @ x, if its result was used
 
 This is an operator because torch.compile would trace the backward of an autograd.Function with gradients of all results. A
 weight whose result is not used would then get a gradient of zeros, and an optimizer's weight decay would change it.
@@ -58,8 +58,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     # make the same call.
     pairs = zip(given, weights, strict=True)
     flat = [rows.new_zeros(rows.shape[0], weight.shape[0]) if grad is None else grad for grad, weight in pairs]
-    grad, weight = (flat[0], weights[0]) if len(flat) == 1 else (torch.cat(flat, -1), torch.cat(weights))
-    grad_x = flat_matmul_all_reduce(grad, weight, None, None, group, schedule).view(x.shape)
+    grad_x = flat_matmul_all_reduce(flat, weights, None, None, group, schedule).view(x.shape)
     wanted = zip(given, ctx.needs_input_grad[1], strict=True)
     return grad_x, [one.t() @ rows if needed and one is not None else None for one, needed in wanted]
 

@@ -258,6 +258,25 @@ def as_matrix(a: torch.Tensor) -> torch.Tensor:
     return a.reshape(a.shape[0] * count_rows_per_entry(a.shape), a.shape[-1]) if a.dim() > 2 else a
 
 
+def factors_of(a: Any, b: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the factors of the products that are added up. Raises ValueError unless there is a b for each a, and all fit."""
+    several = isinstance(a, (list, tuple)), isinstance(b, (list, tuple))
+    if not any(several):
+        check_operands(a, [b], scaled=True)
+        return [a], [b]
+    if not all(several) or len(a) != len(b) or not a:
+        counts = [f"{len(one)} tensors" if is_list else describe(one) for one, is_list in zip((a, b), several, strict=True)]
+        raise ValueError(f"a is {counts[0]} and b {counts[1]}; pass two lists with an a for each b, or two tensors")
+    for number, (factor, factor_b) in enumerate(zip(a, b, strict=True)):
+        check_operands(factor, [factor_b], scaled=True)
+        if factor.shape[:-1] != a[0].shape[:-1] or factor_b.shape[1] != b[0].shape[1] or factor.dtype != a[0].dtype:
+            raise ValueError(
+                f"a[{number}] is {describe(factor)} and b[{number}] {describe(factor_b)}; products that are added up have the "
+                f"rows, the columns and the dtype of the first one, of {describe(a[0])} and {describe(b[0])}"
+            )
+    return list(a), list(b)
+
+
 class RowsOf(NamedTuple):
     """RowsOf reads a tensor of 3 dimensions or more as the matrix of its rows (weft.ops.operator.Reading).
 

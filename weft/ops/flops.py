@@ -85,7 +85,7 @@ def _of_scaled_rows(
 FORMULAS: Mapping[str, Formula] = {
     "all_gather_matmul": _of_several,
     "matmul_reduce_scatter": _of_added_up,
-    "matmul_all_reduce": _of_own_rows,
+    "matmul_all_reduce": _of_added_up,
     "matmul_all_to_all": _of_own_rows,
     "all_to_all_matmul": _of_arriving_rows,
     "matmul_all_to_all_columns": _of_own_rows,

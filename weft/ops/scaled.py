@@ -131,6 +131,12 @@ def refuse_gradients(**tensors: Any) -> None:
             )
 
 
+def refuse_several(factors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError for several products that are to be added up."""
+    if len(factors) > 1:
+        raise ValueError(f"a is {len(factors)} tensors; with FP8 operands pass one a and one b")
+
+
 def refuse_scales(given: ScaleAndBias, option: str) -> None:
     """Raise a ValueError, because scales are passed with an option that does not support FP8 operands."""
     raise ValueError(f"{', '.join(given)} is given with {option}, which does not support FP8 operands; omit one of them")

@@ -31,7 +31,7 @@ from weft.ops.common import (
     check_operands,
     choose_backward_schedule,
     count_rows_per_entry,
-    describe,
+    factors_of,
     make_empty_operand_after,
     resolve_group,
     rows_of,
@@ -40,7 +40,7 @@ from weft.ops.common import (
 )
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
-from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, scaled_matmul
+from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_several, scaled_matmul
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, matmul_call
 
@@ -300,13 +300,11 @@ def matmul_reduce_scatter(
     Returns out [m, ..., N]: this rank's part as torch.chunk would cut it. If world_size does not divide M, the parts of the
     last ranks are shorter or empty. Raises as all_gather_matmul does.
     """
-    factors, bs = _pairs(a, b)
+    factors, bs = factors_of(a, b)
     a = factors[0]
-    for factor, factor_b in zip(factors, bs, strict=True):
-        check_operands(factor, [factor_b], scaled=True)
     scaled = quantised("matmul_reduce_scatter", a, bs, scales) if scales or a.dtype in FLOAT8 else None
-    if scaled is not None and len(bs) > 1:
-        raise ValueError(f"a is {len(factors)} tensors; with FP8 operands pass one a and one b")
+    if scaled is not None:
+        refuse_several(factors)
     if op not in ("sum", "avg"):
         raise ValueError(f"op is {op!r}; use 'sum' or 'avg'")
     name, rank, world_size = resolve_group(group)
@@ -322,24 +320,6 @@ def matmul_reduce_scatter(
     options = (name, rank, world_size, unit, spec, op)
     request = OperatorRequest(_matmul_reduce_scatter, (factors, bs), options, group, reads, view)
     return cast(torch.Tensor, request)  # `public` runs it
-
-
-def _pairs(a: Any, b: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the factors of the products that are added up. Raises ValueError unless there is a b for each a, and all fit."""
-    several = isinstance(a, (list, tuple)), isinstance(b, (list, tuple))
-    if not any(several):
-        return [a], [b]
-    if not all(several) or len(a) != len(b) or not a:
-        counts = [f"{len(one)} tensors" if is_list else describe(one) for one, is_list in zip((a, b), several, strict=True)]
-        raise ValueError(f"a is {counts[0]} and b {counts[1]}; pass two lists with an a for each b, or two tensors")
-    for number, (factor, factor_b) in enumerate(zip(a, b, strict=True)):
-        check_operands(factor, [factor_b], scaled=True)
-        if factor.shape[:-1] != a[0].shape[:-1] or factor_b.shape[1] != b[0].shape[1] or factor.dtype != a[0].dtype:
-            raise ValueError(
-                f"a[{number}] is {describe(factor)} and b[{number}] {describe(factor_b)}; products that are added up have the "
-                f"rows, the columns and the dtype of the first one, of {describe(a[0])} and {describe(b[0])}"
-            )
-    return list(a), list(b)
 
 
 class _Scatter(NamedTuple):

@@ -331,8 +331,7 @@ def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
             scale_a = _write_rows(write, scales.a, scatter) if by_row else scales.a
             out = write_reduction(write, scatter.op, a, b, scale_a, scales, scatter.group, schedule, scatter.reduce)
         elif scatter.dim is None:
-            a, b = _write_factors(write, scatter.terms)
-            out = write(torch.ops.weft.matmul_all_reduce_forward.default, a, b, bias, None, scatter.group, schedule)
+            out = write(torch.ops.weft.matmul_all_reduce_forward.default, factors, bs, bias, None, scatter.group, schedule)
         else:
             arguments = (factors, bs, scatter.group, rank, size, 1, schedule, scatter.reduce)
             out = write(torch.ops.weft.matmul_reduce_scatter_forward.default, *arguments)
@@ -360,10 +359,3 @@ def _write_mean(write: Writer, bias: Node, group: str, size: int) -> Node:
     total = write(c10d.wait_tensor.default, write(c10d.all_reduce.default, wide, "sum", group))
     mean = write(aten.div.Tensor, total, size)
     return mean if dtype == torch.float32 else write(convert, mean, dtype)
-
-
-def _write_factors(write: Writer, terms: Sequence[Term]) -> tuple[Node, Node]:
-    """Write the factors of one product that is the sum of all terms, by concatenating along K."""
-    if len(terms) == 1:
-        return terms[0].a, terms[0].b
-    return write(aten.cat.default, [term.a for term in terms], 1), write(aten.cat.default, [term.b for term in terms], 0)
