@@ -314,7 +314,7 @@ def _compiled() -> None:
     group = dist.group.WORLD
     assert group is not None
     for addends in ((bias, None), (None, residual.view(4, 8))):
-        arguments = (x, w, *addends, group.group_name, "two_shot")
+        arguments = ([x], [w], *addends, group.group_name, "two_shot")
         torch.library.opcheck(torch.ops.weft.matmul_all_reduce, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
