@@ -358,6 +358,13 @@ def test_commands_import_it(tmp_path: Path) -> None:
 
     drawn = command("schedules", "of_a_module")
     assert "of_a_module, chunks=2: all_gather_matmul" in drawn.stdout, drawn.stderr
+    listed = command("schedules")
+    assert "Registered by own: of_a_module: weft schedules of_a_module --import own shows of_a_module alone" in listed.stdout
+    for words in (("schedules", "another"), ("plan", "llama3-8b", "--schedule", "another:2")):
+        unknown = command(*words)
+        assert unknown.returncode == 2
+        assert "schedule is 'another" in unknown.stderr
+        assert "weft.schedule.register adds others, in a module that --import names" in unknown.stderr
     planned = command("plan", "llama3-8b", "--op", "all_gather_matmul", "--schedule", "of_a_module:2", "--tokens", "512")
     assert "of_a_module:2" in planned.stdout, planned.stderr
     small = ("--ranks", "2", "--device", "cpu", "--tokens", "8", "--machine-tokens", "64", "--schedule", "of_a_module:2")
