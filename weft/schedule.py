@@ -6,7 +6,19 @@
     spans = weft.schedule.simulate(schedule, "h200x8")
     weft.schedule.register("mine", builder, ops="all_gather_matmul")     from then on "mine" is a name like "flag_gated"
 
-Operators take a Schedule as `schedule=`. One written by hand consists of the buffers, lanes and steps that are named here.
+Operators take a Schedule as `schedule=`. One written by hand consists of Buffers and of Lanes, which have these steps:
+
+    Copy(src, dst)                       copy a region; one of the two may be on a peer
+    Push((Store(src, dst, count), ..))   one kernel that stores regions of a local buffer, at peers too
+    Gemm(b, (Part(a, out), ..))          one kernel, out = a @ b for each part; a part may wait, signal, add, store at a peer
+    Reduce((Sum(srcs, out), ..))         one kernel that sums in float32, in the order of srcs; sources may be on peers
+    Lookup((Bags(bags, out), ..))        one kernel that looks up and pools rows of embedding tables
+    Collective(op, src, dst)             a collective of NCCL over all ranks
+    Wait(flag)                           wait for the signal of this call, or of the previous one
+    Signal(flag)                         signal a flag of any rank, when the earlier steps of the lane are done
+
+A lane of kind copy runs Copy, Wait and Signal. Lanes of kind compute and blocks run all of them. A Region is a rectangle of a
+Buffer on a rank, and a Flag belongs to the rank that waits for it. docs/write-a-schedule.md writes two builders.
 """
 
 from __future__ import annotations

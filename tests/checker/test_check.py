@@ -193,6 +193,11 @@ def test_structure_of_the_whole() -> None:
     refused(with_lanes(schedule, 0, [*lanes, two]), "rank 0 has collectives on lanes compute, more; one lane must run them all")
     second = Lane("more", "compute", (Signal(Flag("x", 0)),))
     refused(with_lanes(schedule, 0, [*lanes, second]), "rank 0 has lanes compute, more of kind compute, which is the caller's")
+    unknown = [*lanes, Lane("copy", "dma", ())]  # type: ignore[arg-type]
+    refused(with_lanes(schedule, 0, unknown), "rank 0, lane copy: kind is 'dma'; use compute, copy, blocks or network")
+    shared = [dataclasses.replace(buffer, kind="shared") if buffer.name == "a_full" else buffer for buffer in schedule.buffers]
+    message = "buffer a_full: kind is 'shared'; use input, output, symmetric or local"
+    refused(dataclasses.replace(schedule, buffers=tuple(shared)), message)
     engine = [dataclasses.replace(lanes[0], kind="copy")]
     refused(with_lanes(schedule, 0, engine), "a copy engine runs copies, waits and signals")
     for buffers, message in [

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +116,8 @@ def _raises(request: Any) -> Any:
         ({"ops": ()}, "ops is empty"),
         ({"builder": lambda request: None}, r"returned a NoneType; it must return a weft.schedule.Schedule"),
         ({"builder": lambda request: build(request.problem, "sequential")}, r"returned sequential .*name='mine' and chunks=1"),
-        ({"builder": _raises}, "builder raised KeyError: 'mine'"),
+        ({"builder": _raises}, "the builder of schedule 'mine' raised KeyError: 'mine' for all_gather_matmul"),
+        ({"ops": "reduce_scatter"}, "ops has 'reduce_scatter', the collective without a matmul; .* matmul_reduce_scatter"),
         (
             {"builder": _without_free_where_three},
             "name is 'mine': for .*world_size=3.* the checker refuses its schedule: rank 2, lane copy, step 0",
@@ -128,6 +131,80 @@ def test_mistakes_name_the_argument(options: dict[str, Any], match: str) -> None
     with pytest.raises(ValueError, match=match):
         library.schedule.register(given.pop("name"), given.pop("builder"), **given)
     assert before == FAMILIES
+
+
+def test_build_says_how_it_takes_chunks() -> None:
+    with pytest.raises(ValueError, match=r"schedule is 'flag_gated:4'; .*build\(problem, 'flag_gated', 4\)"):
+        build(PROBLEM, "flag_gated:4")
+
+
+LARGE_K = 1024
+
+
+def _raises_for_large_k(request: Any) -> Any:
+    """A builder that all proofs of the registration accept."""
+    return {}[request.problem.k] if request.problem.k > LARGE_K else backwards(request)
+
+
+def test_a_builder_that_raises_is_no_candidate(caplog: pytest.LogCaptureFixture) -> None:
+    usual = ranked(PROBLEM, H200)
+    with registered(_raises_for_large_k, candidate=True):
+        raised = f"the builder of schedule '{NAME}' raised KeyError: 4096 for {re.escape(str(PROBLEM))}"
+        for asked in (lambda: build(PROBLEM, NAME), lambda: library.plan(PROBLEM, H200, only=NAME)):
+            with pytest.raises(ValueError, match=raised):
+                asked()
+        assert ranked(PROBLEM, H200) == usual
+        assert NAME not in {candidate.schedule for candidate in library.plan(PROBLEM, H200).candidates}
+        digest_of_families(replace(PROBLEM, dtype="float32"))
+        assert sum(f"schedule {NAME} is not a candidate" in record.message for record in caplog.records) == 2, "one a problem"
+        assert any(spec.startswith(NAME) for spec in specs(replace(PROBLEM, k=LARGE_K)))
+
+
+def _call_whose_builder_raises() -> list[str]:
+    """What calls raise, all with one group, the last of which nothing is wrong with."""
+    found = []
+    with registered(_raises_for_large_k, candidate=True):
+        x, w = torch.ones(2, 2 * LARGE_K), torch.ones(2 * LARGE_K, 4)
+        for schedule in (NAME, "auto", "planned"):
+            try:
+                assert (library.all_gather_matmul(x, w, schedule=schedule) == 2 * LARGE_K).all()
+                found.append("right")
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+        assert (library.all_gather_matmul(x[:, :16], w[:16], schedule=NAME) == 16).all()
+        library.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_a_builder_that_raises_leaves_the_group_usable(ranks: RankFixture) -> None:
+    for named, *chosen in ranks(2).run(_call_whose_builder_raises):
+        assert named.startswith("BuilderError"), named
+        assert "raised KeyError: 2048" in named
+        assert chosen == ["right", "right"]
+
+
+def test_styles_do_not_replace_a_schedule_that_their_operator_lacks() -> None:
+    row = partial(library.RowwiseParallel, output_layouts=Shard(0))
+    column = partial(library.ColwiseParallel, input_layouts=Shard(0))
+    shared = partial(library.SharedInput, ["up"])
+    plan = partial(library.CompilePass, operators=("all_gather_matmul", "matmul_reduce_scatter"))
+    with registered(), registered(counted_copies, "scatters", ops="matmul_reduce_scatter"):
+        for style_of, wrong in ((column, "scatters"), (shared, "scatters"), (row, NAME), (library.RowwiseParallel, NAME)):
+            with pytest.raises(ValueError, match=f"schedule is '{wrong}', which is for .* alone"):
+                style_of(schedule=f"{wrong}:2")
+        for style_of, right in ((column, NAME), (shared, NAME), (row, "scatters"), (library.ColwiseParallel, "scatters")):
+            style_of(schedule=f"{right}:2")
+        for wrong in (NAME, {"matmul_reduce_scatter": NAME}):
+            with pytest.raises(ValueError, match=f"schedule is '{NAME}', which is for all_gather_matmul alone"):
+                plan(schedule=wrong)
+        assert plan(schedule={"all_gather_matmul": NAME}).schedules["matmul_reduce_scatter"] == "auto"
+
+
+def counted_copies(request: Any) -> Any:
+    """The same program as track_and_trigger."""
+    built = build(request.problem, "track_and_trigger", request.chunks, fan_out=request.fan_out)
+    return replace(built, name=request.name)
 
 
 def test_a_family_may_refuse_problems() -> None:
@@ -281,6 +358,13 @@ def test_commands_import_it(tmp_path: Path) -> None:
 
     drawn = command("schedules", "of_a_module")
     assert "of_a_module, chunks=2: all_gather_matmul" in drawn.stdout, drawn.stderr
+    listed = command("schedules")
+    assert "Registered by own: of_a_module: weft schedules of_a_module --import own shows of_a_module alone" in listed.stdout
+    for words in (("schedules", "another"), ("plan", "llama3-8b", "--schedule", "another:2")):
+        unknown = command(*words)
+        assert unknown.returncode == 2
+        assert "schedule is 'another" in unknown.stderr
+        assert "weft.schedule.register adds others, in a module that --import names" in unknown.stderr
     planned = command("plan", "llama3-8b", "--op", "all_gather_matmul", "--schedule", "of_a_module:2", "--tokens", "512")
     assert "of_a_module:2" in planned.stdout, planned.stderr
     small = ("--ranks", "2", "--device", "cpu", "--tokens", "8", "--machine-tokens", "64", "--schedule", "of_a_module:2")

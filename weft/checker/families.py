@@ -30,6 +30,8 @@ from weft.schedules.builder import Build
 
 RESERVED = ("auto", "planned", "value", *ragged.FAMILIES)
 """Names with another meaning as `schedule=`."""
+_KNOWN_OPS: tuple[Op, ...] = (*OPS, *LOOKUP_OPS, *COLUMN_OPS, *COLLECTIVE_OPS)
+"""The operators for which a family can be registered."""
 _PROVED_RANKS, _PROVED_CHUNKS = (1, 2, 3, 4), (1, 2)
 """The numbers of ranks and chunks for which a schedule is proved at the registration. A call proves its own schedule again."""
 
@@ -130,13 +132,12 @@ def _check_name(name: str) -> None:
 
 def _known_ops(ops: Op | Iterable[Op]) -> list[Op]:
     found: list[Op] = [ops] if isinstance(ops, str) else list(ops)
-    known = (*OPS, *LOOKUP_OPS, *COLUMN_OPS, *COLLECTIVE_OPS)
-    assert set(known) < set(get_args(Op))
+    assert set(_KNOWN_OPS) < set(get_args(Op))
     for op in found:
-        if op not in known:
-            raise ValueError(f"ops has {op!r}; schedules can be registered for {', '.join(known)}")
+        if op not in _KNOWN_OPS:
+            raise ValueError(f"ops has {op!r}; schedules can be registered for {', '.join(_KNOWN_OPS)}")
     if not found:
-        raise ValueError(f"ops is empty; name at least one of {', '.join(known)}")
+        raise ValueError(f"ops is empty; name at least one of {', '.join(_KNOWN_OPS)}")
     return found
 
 
@@ -151,13 +152,22 @@ def _prove(family: Family, op: Op) -> None:
             try:
                 check(build(problem, family.name, chunks))
             except ScheduleError as error:
-                raise ValueError(f"{where}, the checker refuses its schedule: {error}") from error
+                raise ValueError(f"{where}, the checker refuses its schedule: {error}{_hint(op)}") from error
             except ValueError as error:
-                raise ValueError(f"{where}: {error}") from error
+                raise ValueError(f"{where}: {error}{_hint(op)}") from error
             except Exception as error:
-                raise ValueError(f"{where}, its builder raised {type(error).__name__}: {error}") from error
+                raise ValueError(f"{where}, the check of its schedule raised {type(error).__name__}: {error}") from error
     if len(reasons) == len(list(_examples(op))):
         raise ValueError(f"name is {family.name!r}: it fits no problem of {op} for which it would be proved: {reasons[-1]}")
+
+
+def _hint(op: Op) -> str:
+    """Return a hint for an operator that is a collective alone, whose name is easily taken for one that multiplies."""
+    multiplying = [name for name in OPS if op in (name.removeprefix("matmul_"), name.removesuffix("_matmul"))]
+    if op not in COLLECTIVE_OPS or not multiplying:
+        return ""
+    use = " or ".join(multiplying)
+    return f". ops has {op!r}, the collective without a matmul; with one it is {use}. The operators are {', '.join(_KNOWN_OPS)}"
 
 
 def _examples(op: Op) -> Iterator[Problem]:

@@ -7,10 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import chain, pairwise
+from typing import Any, get_args
 
 from weft.checker.program import ScheduleError
 from weft.core.problem import SCALE_BLOCK, CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
-from weft.core.schedule import Bags, Buffer, Collective, Gemm, Part, Region, Schedule, SendReceive, Sum, steps_of
+from weft.core.schedule import (
+    Bags,
+    Buffer,
+    BufferKind,
+    Collective,
+    Gemm,
+    LaneKind,
+    Part,
+    Region,
+    Schedule,
+    SendReceive,
+    Sum,
+    steps_of,
+)
 
 Shape = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -24,6 +38,8 @@ def check_buffers(schedule: Schedule) -> None:
         names = [lane.name for lane in lanes]
         if len(names) > len(set(names)):
             raise ScheduleError(f"rank {rank} has two lanes of one name, of {', '.join(names)}")
+        for lane in lanes:
+            _check_kind(f"rank {rank}, lane {lane.name}", lane.kind, LaneKind)
         compute = [lane.name for lane in lanes if lane.kind == "compute"]
         if len(compute) > 1:
             several = f"lanes {', '.join(compute)} of kind compute, which is the caller's one stream"
@@ -33,6 +49,7 @@ def check_buffers(schedule: Schedule) -> None:
     expected = caller_buffers(schedule.problem)
     segmented = _segmented_buffers(schedule.problem) if isinstance(schedule.problem, RaggedProblem) else {}
     for buffer in schedule.buffers:
+        _check_kind(f"buffer {buffer.name}", buffer.kind, BufferKind)
         _check_buffer(buffer, size, expected | segmented)
         if segmented and (buffer.name not in expected | segmented or buffer.float32):
             these = ", ".join(expected | segmented)
@@ -46,6 +63,13 @@ def check_buffers(schedule: Schedule) -> None:
     for name, (kind, _) in expected.items():
         if name not in schedule.buffer:
             raise ScheduleError(f"buffer {name} is missing; the problem has it as {kind}")
+
+
+def _check_kind(where: str, kind: object, kinds: Any) -> None:
+    """Raise ScheduleError unless `kind` is among the values of the Literal `kinds`."""
+    *others, last = get_args(kinds)
+    if kind not in (*others, last):
+        raise ScheduleError(f"{where}: kind is {kind!r}; use {', '.join(others)} or {last}")
 
 
 def _operand_fault(buffer: Buffer, problem: Problem) -> str:

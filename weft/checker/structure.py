@@ -94,7 +94,7 @@ def _check_waits(program: CompiledSchedule, counted: set[int]) -> None:
 def check_counts(program: CompiledSchedule) -> None:
     """Check that a step waits for each flag that a kernel counts by tiles: the kernel adds to the word of that step.
 
-    It comes last, because a wait that was forgotten seldom has no other consequence, and the other checks say which.
+    This check runs last. A forgotten wait usually also causes a race or a wrong result, and those errors are more helpful.
     """
     for rank, lanes in enumerate(program.ops):
         for index, ops in enumerate(lanes):

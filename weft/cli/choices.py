@@ -92,13 +92,21 @@ def make_problem(layer: OperatorCall, tokens: int, ranks: int, dtype: DType, sca
         raise ValueError(f"{error}, at {layer.name}") from None
 
 
+IMPORTS = ", in a module that --import names"
+"""What follows "weft.schedule.register adds others" in the error of a command for an unknown schedule."""
+
+
 def choose_schedule(schedule: str, layers: Sequence[OperatorCall]) -> tuple[str | None, int | None]:
     """Return (family, chunks) if the operators of all layers have the schedule; (None, None) for auto."""
     from weft.schedules import FAMILIES, check_op, parse
 
     if schedule == "auto":
         return None, None
-    name, chunks = parse(schedule)
+    try:
+        name, chunks = parse(schedule)
+    except ValueError as error:
+        imports = "" if schedule.partition(":")[0] in FAMILIES else IMPORTS
+        raise ValueError(f"{error}{imports}") from None
     for layer in layers:
         try:
             check_op(name, layer.op)

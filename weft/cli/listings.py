@@ -44,7 +44,8 @@ def schedules(
     from weft.schedules.timelines import timeline
 
     if name is not None and name not in FAMILIES:
-        raise ValueError(f"schedule is {name!r}; weft has {', '.join(FAMILIES)}")
+        known = f"weft has {', '.join(FAMILIES)}; weft.schedule.register adds others{choices.IMPORTS}"
+        raise ValueError(f"schedule is {name!r}; {known}")
     asked = next(iter(FAMILIES[name or next(iter(FAMILIES))].builders)) if op is None else choices.choose_op(op)
     problem = _example(asked)
     if name is not None:
@@ -63,6 +64,11 @@ def schedules(
     out.print("`prev` is a signal of the previous call.")
     out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
     out.print("Use one with weft run --schedule NAME or NAME:CHUNKS.")
+    if imports and name is None:
+        added = [family.name for family in FAMILIES.values() if family.registered]
+        modules = " ".join(f"--import {module}" for module in imports)
+        shown = f": weft schedules {added[-1]} {modules} shows {added[-1]} alone" if added else ""
+        out.print(f"Registered by {', '.join(imports)}: {', '.join(added) or 'none'}{shown}.", soft_wrap=True)
 
 
 def _example(op: Op) -> Problem:

@@ -46,6 +46,8 @@ T = TypeVar("T")
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
 their own (SM stores). network: NCCL's sends and receives; concurrent with a UserCall also NCCL's collectives."""
+BufferKind = Literal["input", "output", "symmetric", "local"]
+"""input, output: tensors of the caller. symmetric: peers may read and write it. local: scratch memory of its rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -528,6 +530,11 @@ Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | Fused
 class Lane:
     """Steps that run one after the other. kind: the kind of resource that runs them.
 
+    compute: kernels on all SMs; a rank has one such lane at most.
+    copy: a copy engine. It runs Copy, Wait and Signal.
+    blocks: kernels of a few blocks, on SMs of their own.
+    network: sends to other nodes and receives from them.
+
     In a schedule with a UserCall, the lanes of a rank are enqueued in the order in which they are listed. priority: use streams
     of the highest priority. ctas: the blocks of this lane's kernels, 0 for their default. Only a schedule for a
     ConcurrentProblem may set priority and ctas.
@@ -551,13 +558,16 @@ class Buffer:
     """A named buffer. rows, cols: its size on each rank. float32: it holds float32 partial sums, whatever the problem's dtype;
     only a local buffer may.
 
+    kind: "input" and "output" are tensors of the caller. "symmetric" may be read and written by peers. "local" is scratch
+        memory of its rank.
+
     operand: "a" or "b" if the buffer holds FP8 elements of that operand and their scales, as the problem's scaling defines
         them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that
         accesses a region accesses both, and a flag covers both.
     """
 
     name: str
-    kind: Literal["input", "output", "symmetric", "local"]
+    kind: BufferKind
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     float32: bool = False

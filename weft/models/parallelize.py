@@ -89,7 +89,8 @@ def parallelize(
             or without, on any device, meta too; whole on every rank. Add adapters (LoRA) before this call, and apply
             fully_shard, compile and activation checkpoints after it.
         mesh: a mesh of one dimension (mesh["tp"] of a larger one).
-        schedule: a name, as for weft.all_gather_matmul.
+        schedule: a name, as for weft.all_gather_matmul and weft.matmul_reduce_scatter, which both must have it. Calls with few
+            tokens (matmul_all_reduce) use "auto" if they do not have it.
         few_tokens: a call with at most this number of tokens keeps them whole on every rank.
         keep_gathered: keep gathered inputs for weights' gradients, as torch's styles do. False saves that memory, and gathers
             them again in the backward pass.
@@ -139,6 +140,7 @@ def shard(
     decoder = _checked_decoder(model, mesh)
     check_few_tokens(few_tokens)
     settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
+    settings.require("all_gather_matmul", "matmul_reduce_scatter")
     _check_options(mesh, experts, src_data_rank)
     tokens = DecoderTokens(mesh=mesh, few_tokens=few_tokens)
     names = {module: name for name, module in model.named_modules()}

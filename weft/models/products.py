@@ -39,7 +39,8 @@ Tensor = torch.Tensor
 class ProductSettings:
     """ProductSettings has the settings of a linear's products.
 
-    schedule: as the operators take it. An operator without that family uses its own best schedule.
+    schedule: as the operators take it. Calls of backward passes, and calls with few tokens, use "auto" if their operator does
+        not have that family. For other calls, `require` raises an error.
     keep_gathered: save the gathered input of a column linear for the weights' gradient, as torch's styles do. Otherwise the
         backward pass gathers it again.
     float8: the casts and products of linears that torchao converted for FP8 training."""
@@ -53,6 +54,11 @@ class ProductSettings:
             raise ValueError(f"schedule is a {type(self.schedule).__name__}; a module's calls differ in size, so use a name")
         if self.schedule not in MODES:
             schedules.parse(self.schedule)
+
+    def require(self, *ops: Op) -> None:
+        """Raise ValueError if the schedule's family lacks one of these operators, which forward passes call."""
+        for op in ops if self.schedule not in MODES else ():
+            schedules.check_op(schedules.parse(self.schedule)[0], op)
 
     def of(self, op: Op) -> str:
         """Return the schedule for an operator."""

@@ -60,11 +60,11 @@ class ColwiseParallel(style.ColwiseParallel):
 
     input_layouts, output_layouts, use_local_output: as torch's. torch converts to output_layouts other than Shard(-1) after the
     matmul.
-    schedule: a name, as for weft.all_gather_matmul.
+    schedule: a name, as for weft.all_gather_matmul. The backward pass uses "auto" if its operator does not have this family.
     keep_gathered: keep the gathered input for the weight's gradient, as torch's style does. Otherwise the backward pass gathers
     it again.
 
-    Raises ValueError for an unknown schedule.
+    Raises ValueError for an unknown schedule, and for one that all_gather_matmul does not have if the input is sharded.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class ColwiseParallel(style.ColwiseParallel):
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
+        if isinstance(self.input_layouts[0], Shard):  # otherwise only the backward pass communicates
+            self.settings.require("all_gather_matmul")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
@@ -100,9 +102,10 @@ class RowwiseParallel(style.RowwiseParallel):
     """torch's RowwiseParallel, which overlaps the reduction of the output with the matmul.
 
     input_layouts, output_layouts, use_local_output: as torch's.
-    schedule: a name, as for weft.matmul_reduce_scatter.
+    schedule: a name, as for weft.matmul_reduce_scatter, or weft.matmul_all_reduce if the output is Replicate(). The backward
+    pass uses "auto" if its operator does not have this family.
 
-    Raises ValueError for an unknown schedule.
+    Raises ValueError for an unknown schedule, and for one that the operator does not have.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class RowwiseParallel(style.RowwiseParallel):
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
         self.settings = ProductSettings(schedule=schedule)
+        self.settings.require("matmul_reduce_scatter" if isinstance(self.output_layouts[0], Shard) else "matmul_all_reduce")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)
@@ -167,6 +171,8 @@ class SharedInput(style.ParallelStyle):
             raise ValueError(why or f"linears is {linears!r}; name the children that read the module's input, in a list")
         self.linears, self.input_layout, self.argument = tuple(linears), input_layouts, argument
         self.settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
+        if isinstance(input_layouts, Shard):
+            self.settings.require("all_gather_matmul")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         require_one_dimension(device_mesh)

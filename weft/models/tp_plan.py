@@ -87,6 +87,7 @@ def register_tp_plan(
     if experts is not None:
         require("experts", experts, ExpertParallel, "use weft.ExpertParallel()")
     settings = ProductSettings(schedule=schedule, keep_gathered=keep_gathered)
+    settings.require("all_gather_matmul", "matmul_reduce_scatter")
     name = _name_of(settings, few_tokens, experts)
     styles: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
         name: _Decoder(settings, few_tokens, experts),

@@ -292,7 +292,8 @@ def matmul_reduce_scatter(
         scatter_dim: the dimension that is scattered (not the last).
 
     Partial products are rounded to the dtype, summed in float32 in the order of ranks, and rounded once. Where a kernel adds up
-    several products they are rounded together, else after each addition.
+    several products they are rounded together, else after each addition. A registered family (weft.schedule.register) chooses
+    its own order of sums.
 
     FP8: one a and one b, scale_a, scale_b and the options that follow them are as for all_gather_matmul, but tensorwise scales
     remain tensorwise. Partial products are rounded to output_dtype, and bias [N] is added once, to the sum.

@@ -99,7 +99,7 @@ class Outcome:
 
 
 def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, ...]:
-    """Return the predicted spans of one call in us, ordered by start. `weft.core.span.total_us` gives their total time.
+    """Return the predicted spans of one call in us, ordered by start. `weft.schedule.total_us` gives their total time.
 
     machine: a Machine, the name of a shipped profile, or the path of a JSON file.
 

@@ -15,6 +15,7 @@ from itertools import chain
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require
+from weft.core.logs import warn_once
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op, Problem, RaggedProblem
 from weft.core.schedule import Gemm, Push, Schedule, steps_of
 from weft.core.work import is_plain
@@ -82,6 +83,10 @@ class Family:
 def _all_reduces_on_equal_nodes(problem: Problem) -> str:
     uneven = problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1
     return f"its all-reduce needs nodes of one size, not of {problem.nodes}; use sequential" if uneven else ""
+
+
+class BuilderError(ValueError):
+    """A registered builder raised an error, or returned anything but the requested schedule."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -350,8 +355,8 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
     fan_out: use a copy lane for each peer instead of one for all. This is faster on a mesh, and slower behind a switch.
 
     Raises ValueError for an unknown name, a name that the operator does not have or that cannot run on the nodes of the
-    problem's ranks, a chunk count below one or above both MOST_CHUNKS and world_size, or if a registered builder returns
-    anything but a Schedule of that name for the problem.
+    problem's ranks, a chunk count below one or above both MOST_CHUNKS and world_size, or if a registered builder raises an
+    error or returns anything but a Schedule of that name for the problem.
     """
     require("problem", problem, Problem, "use a weft.Problem, LookupProblem, CollectiveProblem or ConcurrentProblem")
     if isinstance(problem, ConcurrentProblem):
@@ -361,6 +366,10 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
             raise ValueError(f"chunks is {chunks}, fan_out {fan_out}; {problem.op} has neither, leave them out")
         return ragged.build(problem, name)
     if name not in FAMILIES:
+        family_name, colon, count = name.partition(":")
+        if colon and family_name in FAMILIES:
+            use = f"build takes the chunks as an argument: build(problem, {family_name!r}, {count or 2})"
+            raise ValueError(f"schedule is {name!r}; {use}")
         raise ValueError(f"schedule is {name!r}; weft has {', '.join(FAMILIES)}")
     check_op(name, problem.op)
     family = FAMILIES[name]
@@ -369,18 +378,21 @@ def build(problem: Problem, name: str, chunks: int | None = None, *, fan_out: bo
     chunks = problem.world_size if chunks is None else chunks
     check_chunks(chunks, problem.world_size)
     asked = Request(problem, name, chunks if family.chunked else 1, fan_out and family.fans_out, shared_port=not fan_out)
-    built = family.builders[problem.op](asked)
-    if family.registered:
-        _check_built(built, asked)
-    return built
+    return (_build_registered if family.registered else family.builders[problem.op])(asked)
 
 
-def _check_built(built: object, asked: Request) -> None:
-    """Raise ValueError unless a registered builder has returned what was requested."""
+def _build_registered(asked: Request) -> Schedule:
+    """Call a registered builder. Raises BuilderError if it raises anything, so that all ranks raise a ValueError, after which
+    their group stays usable, or if it does not return what was requested."""
+    try:
+        built = FAMILIES[asked.name].builders[asked.problem.op](asked)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        raise BuilderError(f"the builder of schedule {asked.name!r} raised {raised} for {asked.problem}") from error
     if isinstance(built, Schedule) and (built.problem, built.name, built.chunks) == (asked.problem, asked.name, asked.chunks):
-        return
+        return built
     made = str(built) if isinstance(built, Schedule) else f"a {type(built).__name__}"
-    raise ValueError(
+    raise BuilderError(
         f"the builder of schedule {asked.name!r} returned {made}; it must return a weft.schedule.Schedule for {asked.problem}, "
         f"with name={asked.name!r} and chunks={asked.chunks}, as the request has them"
     )
@@ -468,7 +480,8 @@ def specs(problem: Problem, only: str | None = None) -> list[str]:
     """Return the specs that `candidates` builds, the simplest first. Several may be the same program.
 
     On one node, node_slices has the steps of another family, and is left out unless it is requested. So is a registered family,
-    unless it was registered with candidate=True.
+    unless it was registered with candidate=True. A spec for which a registered builder raises an error is left out, with a
+    warning, unless its family is requested.
     """
     size, rows = problem.world_size, max(1, problem.shards[0][1])
     most = max(1, min(rows, MOST_PIECES // size**2))
@@ -478,13 +491,26 @@ def specs(problem: Problem, only: str | None = None) -> list[str]:
         if only is None and not _is_considered(family, problem):
             continue
         counts = sorted({max(1, min(c, most)) for c in (1, 2, size // 2, size, 2 * size)}) if family.chunked else [1]
+        counts = [count for count in counts if only is not None or _can_be_built(family, problem, count)]
         found += [spec(family.name, chunks) for chunks in counts]
     return found
 
 
 def _is_considered(family: Family, problem: Problem) -> bool:
     of_nodes = family.name == "node_slices" and not problem.nodes
-    return family.candidate and not of_nodes and _runs_as_priced(family.name, problem)
+    can_be = family.candidate and not of_nodes and _can_be_built(family, problem, 1)
+    return can_be and _runs_as_priced(family.name, problem)
+
+
+def _can_be_built(family: Family, problem: Problem, chunks: int) -> bool:
+    """Return whether a registered builder returns a schedule, and warn if it does not."""
+    try:
+        for fan_out in (False, True) if family.registered else ():
+            build(problem, family.name, chunks, fan_out=fan_out)
+    except BuilderError as error:
+        warn_once(f"schedule {family.name} is not a candidate: {error}")
+        return False
+    return True
 
 
 @lru_cache(maxsize=1024)
