@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -148,3 +149,52 @@ def test_no_method_of_a_rank_group_writes_from_a_fork(plain: Ranks) -> None:
     assert all(same.values()), same
     assert {"fail", "close", "release", "wait_until", "fail_later", "mark_raised", "check_peers"} <= set(same)
     assert set(ARGUMENTS) <= set(same)
+
+
+class Attached:
+    def close(self) -> None:
+        pass
+
+
+def forked_while_a_thread_makes(first: bool) -> str:
+    """What a fork gets that attaches to a group while a thread of the parent does, or makes a group's state while it does."""
+    weft.close()
+    assert (weft.all_gather_matmul(A, B) == 8).all()
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    state, begun, ends = GROUPS.state(name), threading.Event(), threading.Event()
+
+    def make() -> Attached:
+        begun.set()
+        ends.wait(60)
+        return Attached()
+
+    def hold() -> None:
+        if first:
+            with GROUPS._making.setdefault(name, threading.Lock()):
+                make()
+        else:
+            state.attached(Attached, make)
+
+    def work() -> None:
+        if first:
+            del GROUPS._states[name]
+            GROUPS.state(name)
+        else:
+            state.attached(Attached, Attached)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert begun.wait(60)
+        return in_a_fork(work)
+    finally:
+        ends.set()
+        thread.join()
+        dist.barrier()
+        weft.close()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent(plain: Ranks, first: bool) -> None:
+    for said in plain.run(forked_while_a_thread_makes, first):
+        assert said.startswith("WeftError: process ") if first else said == "", said

@@ -709,7 +709,7 @@ def test_a_dtensor_is_taken_apart_and_made_again(tmp_path: Path) -> None:
             assert made.full_tensor().equal(local + 1)
             assert (made.placements, made.shape, made.stride(), made.requires_grad) == ((placement,), (2, 3), (3, 1), False)
             turned = torch.ones(3, 2).t().requires_grad_()
-            made = differentiable_dtensor_of(turned, spec)
+            made = differentiable_dtensor_of(turned, mesh, (placement,), (2, 3))
             assert (made.shape, made.stride(), made.requires_grad) == ((2, 3), (1, 2), True)
     finally:
         dist.destroy_process_group()

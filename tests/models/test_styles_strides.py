@@ -169,6 +169,26 @@ def test_a_dtensor_of_strided_tokens_has_their_strides(ranks: RankFixture) -> No
         ranks(world_size).run(_strided_tokens)
 
 
+def _views_of_uneven_tokens(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The strides of results and gradients that are DTensors of this many tokens, which lie outermost in memory."""
+    x = _part(drawn(3, tokens, 6, seed=1), Shard(1)).movedim(1, 0).contiguous().movedim(0, 1).requires_grad_()
+    given = DTensor.from_local(x, mesh(), [Shard(1)], run_check=False, shape=(3, tokens, 6), stride=(6, 18, 1))
+    norm = parallelize_module(nn.Hardswish(), mesh(), weft.SequenceParallel())
+    out = norm(given)
+    _local(out.view(-1, 6)).sum().backward()
+    assert_close(whole(out), nn.functional.hardswish(drawn(3, tokens, 6, seed=1)))
+    head = parallelize_module(nn.Linear(6, tokens), mesh(), weft.ColwiseParallel(schedule=SCHEDULE))
+    head(drawn(2, 6, seed=2)).square().sum().backward()
+    return out.stride(), head.weight.grad.stride()
+
+
+def test_ranks_with_uneven_parts_agree_on_strides(ranks: RankFixture) -> None:
+    """A part of one token, or of none, is contiguous in memory whatever the order of its dimensions."""
+    for world_size, tokens in ((2, 3), (3, 4), (3, 5)):
+        first, *others = ranks(world_size).run(_views_of_uneven_tokens, tokens)
+        assert all(other == first for other in others), (world_size, tokens)
+
+
 def _loss_of_sharded_logits() -> None:
     here = mesh()
     for compiled, vocabulary, given in itertools.product((False, True), (12, 13), (Shard(1), Replicate())):

@@ -20,6 +20,7 @@ import weft
 from weft.core.machine import load
 from weft.core.problem import OPS, Op
 from weft.perf.ranking import heuristic
+from weft.runtime.groups import GroupState
 from weft.schedules import MOST_CHUNKS, names
 
 GATHER = weft.Problem(op="all_gather_matmul", m=64, n=64, k=64, world_size=2)
@@ -187,6 +188,19 @@ def test_a_mesh_of_two_dimensions_is_refused_by_every_style(alone: None) -> None
         module = nn.Sequential(nn.Linear(4, 4)) if isinstance(style, weft.SharedInput) else nn.Linear(4, 4)
         with pytest.raises(ValueError, match=r"device_mesh has 2 dimensions; slice one of them"):
             parallelize_module(module, mesh, style)
+
+
+@pytest.mark.parametrize("name", ["a_rows", "limit", "sum"])
+@pytest.mark.parametrize("operator", [weft.matmul_all_to_all, weft.all_to_all_matmul])
+def test_an_argument_that_an_operator_does_not_have_is_refused(
+    alone: None, monkeypatch: pytest.MonkeyPatch, operator: Any, name: str
+) -> None:
+    """Also one that weft's own experts pass within. No rank exchanges anything before."""
+    monkeypatch.setattr(GroupState, "exchange_numbers", lambda *given: pytest.fail("exchanged"))
+    columns = {"split_dim" if operator is weft.matmul_all_to_all else "gather_dim": -1}
+    for options in ({"splits": torch.tensor([4]), "max_rows": 4}, columns, {}):
+        with pytest.raises(TypeError, match=rf"{operator.__name__}\(\) got an unexpected keyword argument '{name}'"):
+            operator(torch.ones(4, 4), torch.ones(4, 4), **options, **{name: 4})
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,8 @@ def _in_inference_mode() -> None:
                 assert torch.equal(out, collectives.all_gather(mine, schedule=spec))
                 assert out.view(size, 4)[:, 0].tolist() == [rank + 1 for rank in range(size)]
             assert collectives.all_reduced(mine.clone(), schedule=spec).tolist() == [total] * 4
+            kinds = [collectives.all_gather(one, schedule=spec).is_inference() for one in (mine[:3], mine[:3], made[:3])]
+            assert kinds == [False] * 3, "the first result is a tensor of inference mode, or a later one"
 
 
 def test_in_inference_mode(ranks: RankFixture) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from call_frames import MOST_FRAMES, frames_of
 from call_walk import walked_when_warm
 from single_process_ranks import FakeResources, rank_groups, resources_of
@@ -442,6 +443,17 @@ def test_calls_are_the_same_only_if_all_that_decides_them_is(remembered: Remembe
         assert not remembered.has(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
     with torch.inference_mode():
         assert not remembered.has(a, [torch.ones(6, 2), torch.ones(6, 2)], None, "auto", 2)
+
+
+def test_calls_with_values_of_enumerations_are_remembered(remembered: Remembered) -> None:
+    a, scaling = torch.ones(3), torch.nn.functional.ScalingType
+    for one, other in (
+        (dist.ReduceOp.SUM, dist.ReduceOp.AVG),
+        (scaling.RowWise, scaling.TensorWise),
+    ):
+        remembered.add(a, one)
+        assert remembered.has(torch.zeros(3), one)
+        assert not remembered.has(a, other)
 
 
 def test_layouts_of_one_call_are_told_apart(remembered: Remembered) -> None:

@@ -34,17 +34,40 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def differentiable_dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """Do as `dtensor_of`, for a tensor with any strides, or with gradients."""
-    strides = strides_like(local, spec.shape)
-    return DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=strides)
+def differentiable_dtensor_of(local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[Any]) -> DTensor:
+    """Return a DTensor of this shape, whose parts need not be even. local: this rank's part, with any strides and gradients.
+
+    Its dimensions lie in memory in the order of those of the part, or as in a contiguous tensor if some rank's part does not
+    show that order. Ranks whose strides differ would not agree on which views are possible.
+    """
+    if not _shows_order(mesh, placements, shape):
+        local = local.contiguous()
+    strides = _strides_like(local, shape)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 
-def strides_like(local: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
+def _shows_order(mesh: Any, placements: Sequence[Any], shape: Sequence[Any]) -> bool:
+    """Return whether the strides of every rank's part show in which order its dimensions lie in memory.
+
+    The stride of a dimension of extent 1 or 0 does not show it. The result is equal on all ranks. Where several dimensions of
+    the mesh cut one dimension unevenly, it may be False although all parts show the order.
+    """
+    ranks = [1] * len(shape)
+    for dim, placement in enumerate(placements):
+        cut = getattr(placement, "dim", None)
+        if cut is not None:
+            ranks[cut] *= mesh.size(dim)
+    for extent, count in zip(shape, ranks, strict=True):
+        if extent % count and extent - -(-extent // count) * (count - 1) < 2:  # the last rank's part
+            return False
+    return True
+
+
+def _strides_like(local: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
     """Return the strides of a dense tensor of this shape whose dimensions lie in memory in the order of those of `local`.
 
-    They are what a DTensor of that shape states, so that its views succeed exactly where those of its parts do. Parts need not
-    be even, so they do not follow from the strides of one part and the number of ranks.
+    A view of the DTensor should fail if the same view of this rank's part fails. Parts need not be even, so these strides do
+    not follow from the strides of one part and the number of ranks.
     """
     if local.is_contiguous():
         return torch.empty(tuple(shape), device="meta").stride()

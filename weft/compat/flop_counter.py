@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -52,13 +51,15 @@ class _AfterImport(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        found = (one.find_spec(fullname, path, target) for one in list(sys.meta_path) if one is not self)
+        spec = next(filter(None, found), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
+                if self in sys.meta_path:  # a specification may be executed several times, or never
+                    sys.meta_path.remove(self)
                 while _WAITING:
                     _add(module, *_WAITING.pop())
 

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.compat.dispatch import observed
-from weft.compat.dtensors import reduce_found_infs, strides_like
+from weft.compat.dtensors import differentiable_dtensor_of, reduce_found_infs
 from weft.core.problem import split
 from weft.models import quantised
 from weft.models.communicating import LayerCalls
@@ -252,9 +252,8 @@ class RowLinear(nn.Linear):
 
 
 def as_dtensor(mine: Tensor, mesh: DeviceMesh, layout: Placement, shape: tuple[int, ...]) -> DTensor:
-    """Return this rank's part as a DTensor of that shape, whose parts need not be even, with the strides of its part."""
-    strides = strides_like(mine, shape)
-    return DTensor.from_local(mine, mesh, [layout], run_check=False, shape=torch.Size(shape), stride=strides)
+    """Return this rank's part as a DTensor of that shape, whose parts need not be even."""
+    return differentiable_dtensor_of(mine, mesh, (layout,), shape)
 
 
 def count_rows(x: Tensor, dim: int, total: int | None) -> int:

@@ -202,7 +202,7 @@ def _gradient(grad: Tensor, spec: Any, strides: Sequence[int]) -> Tensor:
     """Return the gradient of a DTensor, given that of its part. strides: those of the part."""
     if not torch.is_grad_enabled() and grad.stride() == strides:
         return dtensor_of(grad, spec)
-    return differentiable_dtensor_of(grad, spec)
+    return differentiable_dtensor_of(grad, spec.mesh, spec.placements, spec.shape)
 
 
 class _Bundle:

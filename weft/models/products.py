@@ -112,7 +112,8 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], grads[0].sum(tuple(range(grads[0].dim() - 1)), dtype=ctx.dtype)
+        rows = grads[0][None]  # torch.sum over no dimension would sum over all of them
+        return grads[0], rows.sum(tuple(range(rows.dim() - 1)), dtype=ctx.dtype)
 
 
 def call_of_columns(

@@ -47,7 +47,7 @@ from weft.ops.common import (
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.ragged_all_to_all import combine_request, dispatch_request, refuse_max_rows
-from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, scaled_matmul
+from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, refuse_unknown, scaled_matmul
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, matmul_call
 
@@ -136,8 +136,10 @@ def matmul_all_to_all(
     Source: fused computation-collectives (arXiv 2305.06942); see docs/schedules.md, and docs/kernels.md for splits.
     """
     columns = _is_columns("split_dim", split_dim, splits)
-    if scales and columns:
-        refuse_scales(scales, "split_dim=-1")
+    if scales:
+        refuse_unknown("matmul_all_to_all", scales)
+        if columns:
+            refuse_scales(scales, "split_dim=-1")
     if splits is not None:
         return combine_request(a, b, group, splits, max_rows, schedule=schedule, **scales)
     refuse_max_rows(max_rows)
@@ -303,8 +305,10 @@ def all_to_all_matmul(
     docs/kernels.md for splits.
     """
     columns = _is_columns("gather_dim", gather_dim, splits)
-    if scales and columns:
-        refuse_scales(scales, "gather_dim=-1")
+    if scales:
+        refuse_unknown("all_to_all_matmul", scales)
+        if columns:
+            refuse_scales(scales, "gather_dim=-1")
     if splits is not None:
         options: dict[str, Any] = {"return_received": return_received, "schedule": schedule, **scales}
         return dispatch_request(a, b, group, splits, max_rows, **options)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
+from weft.compat.dispatch import without_inference_mode
 from weft.core.problem import Op
 from weft.ops.common import choose_backward_schedule
 from weft.ops.operator import define
@@ -56,12 +57,14 @@ def default_sms(device: torch.device) -> int:
 
 
 def _run(x: torch.Tensor, options: _Options) -> CollectiveCall:
+    with without_inference_mode():  # as results of a BoundCall, and of other operators
+        out = x.new_empty(options.shape(x))
     return CollectiveCall(
         op=cast(Op, options.op),
         schedule=options.schedule,
         group=options.group,
         a=x.contiguous(),
-        out=x.new_empty(options.shape(x)),
+        out=out,
         fresh=True,
         reduce_op=cast(Literal["sum", "avg"], options.reduce_op),
         staging_bytes=options.staging_bytes or staging_from_environment(x.device),

@@ -80,10 +80,8 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
 
     Raises ValueError for arguments that do not fit a and b, and TypeError for an argument that no operator has.
     """
-    known = ScaleAndBias.__annotations__ | ScaleOptions.__annotations__
+    refuse_unknown(op, given)
     for name in given:
-        if name not in known:
-            raise TypeError(f"{op.removeprefix('ragged_')}() got an unexpected keyword argument {name!r}")
         if bs[0].dtype not in FLOAT8:
             raise ValueError(f"{name} is for FP8 operands, and a is {a.dtype}; leave it out")
     refuse_gradients(a=a, scale_a=given.get("scale_a"))
@@ -119,6 +117,13 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
             recipe, scale_a = "rowwise", None if scale_a is None else scale_a.expand(*a.shape[:-1], 1)
             scales = [scale.expand(*b.shape[:-2], 1, b.shape[-1]) for scale, b in zip(scales, bs, strict=True)]
     return Quantised(scale_a, scales, recipe, output_dtype, given.get("use_fast_accum", False), bias)
+
+
+def refuse_unknown(op: Op, given: ScaleAndBias | ScaleOptions) -> None:
+    """Raise TypeError for an argument that no operator has."""
+    for name in given:
+        if name not in ScaleAndBias.__annotations__:
+            raise TypeError(f"{op.removeprefix('ragged_')}() got an unexpected keyword argument {name!r}")
 
 
 def refuse_gradients(**tensors: Any) -> None:

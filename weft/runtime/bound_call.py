@@ -43,7 +43,9 @@ from weft.runtime.straight import Straight, is_aligned
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of ordinary tensors. Other tensors need torch's dispatcher."""
-_BY_VALUE = frozenset((str, int, bool, float, type(None), torch.dtype))
+_BY_VALUE = frozenset(
+    (str, int, bool, float, type(None), torch.dtype, dist.ReduceOp.RedOpType, type(torch.nn.functional.ScalingType.RowWise))
+)
 """The types of arguments that are compared by value."""
 _MOST, _MOST_LAYOUTS = 4096, 32
 """The most identities that are remembered, and the most layouts of one identity. The oldest is dropped first."""

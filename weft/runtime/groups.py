@@ -158,6 +158,10 @@ class GroupState(Programs):
             self._side[device] = comm_stream(priority=_SIDE_PRIORITY, device=device)
         return self._side[device]
 
+    def renew_lock(self) -> None:
+        """Make the lock of `attached` anew in a fork, in which no thread would release it."""
+        self._attaching = threading.Lock()
+
     def attached(self, kind: type[A], make: Callable[[], A]) -> A:
         """Return the object that another module attaches to this group. It is made at the first use, and closed with the
         group."""
@@ -208,11 +212,18 @@ class Groups:
         """The Schedule values by the strings that name them in calls."""
         self.remembered = RememberedCalls()
         """The calls of all groups that the next equal call need not go through the slow path for."""
-        os.register_at_fork(after_in_child=self.remembered.clear)  # a fork must not write into shared memory
+        os.register_at_fork(after_in_child=self._leave_to_parent)
         self._making: dict[str, threading.Lock] = {}
         self._orders: dict[torch.device, Order] = {}
         # No process group may be held until the interpreter ends: its threads would still run (docs/lab/log.md).
         atexit.register(self.close_all)
+
+    def _leave_to_parent(self) -> None:
+        """In a fork, forget the calls, which write into shared memory, and the locks, which threads of the parent may hold."""
+        self.remembered.clear()
+        self._making.clear()
+        for _, state in self._states.values():
+            state.renew_lock()
 
     def make_call(self, name: str, call: Call) -> tuple[KnownCall, Outputs]:
         """Make a call as Programs.make_call does. This is the slow path, which makes any call.
