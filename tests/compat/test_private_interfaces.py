@@ -70,6 +70,7 @@ from weft.compat.symmetric_memory import _Numbered, registered
 from weft.compat.tensors import all_reduced, grouped_mm, multiplies, tree_flatten, tree_leaves, tree_unflatten
 from weft.compat.thread_state import thread_state
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
+from weft.runtime.groups import GROUPS
 
 ROOT = Path(__file__).parents[2]
 
@@ -379,10 +380,10 @@ def _all_reduced() -> list[list[float]]:
     name, x = world.group_name, torch.full((2, 3), float(world.rank() + 1)).t()
 
     def doubled(x: torch.Tensor) -> torch.Tensor:
-        return 2 * all_reduced(x, name)
+        return 2 * all_reduced(x, name, GROUPS.await_work)
 
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
-    return [all_reduced(x, name).unique().tolist(), compiled(x).unique().tolist()]
+    return [all_reduced(x, name, GROUPS.await_work).unique().tolist(), compiled(x).unique().tolist()]
 
 
 @pytest.mark.ranks

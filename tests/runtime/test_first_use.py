@@ -31,6 +31,7 @@ class Program:
             "replays": None,
             "collectives": {},
             "ragged": None,
+            "_given": frozenset({"a", "out"}),
             "_loading": False,
         }
         nothing |= {

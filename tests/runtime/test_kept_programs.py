@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -122,6 +123,8 @@ def test_a_call_that_is_forgotten_says_so(ranks: RankFixture) -> None:
 
 class Bound:
     """What stands for a BoundCall, which only GPUs have."""
+
+    fixed: ClassVar[list[tuple[int, int]]] = []
 
     def __init__(self, known: programs.KnownCall) -> None:
         self._known = known

@@ -34,12 +34,14 @@ class LaneThread:
     def _loop(self) -> None:
         torch.set_grad_enabled(False)  # a mode of the thread; the caller's is set by GroupState.run
         while (task := self._tasks.get()) is not None:
+            raised = None
             try:
                 task()
             except BaseException as error:
-                self._results.put(error)
-            else:
-                self._results.put(None)
+                raised = error
+            task = None  # it refers to the tensors of the call, which must not live until the next one
+            self._results.put(raised)
+            raised = None
 
     def start(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
