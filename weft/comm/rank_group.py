@@ -101,15 +101,15 @@ may use two groups in different orders."""
 
 _LIVING: WeakSet[RankGroup] = WeakSet()
 """All RankGroups of this process."""
-_OF_PARENT: WeakSet[dist.ProcessGroup] = WeakSet()
+_PARENT_GROUPS: WeakSet[dist.ProcessGroup] = WeakSet()
 """In a fork, the process groups of its parent. The connections that they use are the parent's."""
-_KEPT: list[Relay] = []
+_PARENT_RELAYS: list[Relay] = []
 """In a fork, the relays of its parent. If they were freed, their connections would be closed."""
 
 
 def _leave_groups_to_parent() -> None:
     """Make every group unusable in a fork, which shares its parent's memory and connections, and has none of its threads."""
-    _OF_PARENT.update(living_groups())
+    _PARENT_GROUPS.update(living_groups())
     for rank_group in list(_LIVING):
         rank_group._leave_to_parent()
 
@@ -139,11 +139,10 @@ class FailGroupOnError(AbstractContextManager[None]):
             self._rank_group.fail(error)
 
 
-class Calling(AbstractContextManager[None]):
-    """A Calling is the context of everything that ranks of a group do in the same order. Only one thread may be in it.
+class OneThread(AbstractContextManager[None]):
+    """OneThread is the context of a call. Only one thread of a rank may be in a call. A second one fails the group.
 
-    A second one ends the group's calls with an error. If it waited for the first, another rank might let its threads come the
-    other way round, and the ranks would take one thread's rows for the other's.
+    If a second one waited its turn, two ranks could run their threads in different orders and mix up their data.
     """
 
     __slots__ = ("_rank_group",)
@@ -204,7 +203,7 @@ class RankGroup:
     @staticmethod
     def publish_error_before_first_call(group: dist.ProcessGroup, error: Exception) -> None:
         """Publish that this rank raises `error` instead of the group's first call, as `publish_error_instead` does."""
-        if group in _OF_PARENT or isinstance(error, WeftError):
+        if group in _PARENT_GROUPS or isinstance(error, WeftError):
             return
         if group.size() > 1 and dist.get_backend(group) != "fake":
             handshake.publish_error_instead(group, kind_and_words(error, _ERROR_BYTES))
@@ -237,7 +236,7 @@ class RankGroup:
                 "group: its backend is 'fake', so there are no peers to exchange data with; use fake tensors for a dry run "
                 "(torch._subclasses.fake_tensor.FakeTensorMode), or gloo or NCCL for real tensors"
             )
-        if group in _OF_PARENT:
+        if group in _PARENT_GROUPS:
             raise WeftError(
                 f"process {os.getpid()} is a fork of the process that made this process group: call weft there, or start "
                 "processes by spawn and give them a group of their own"
@@ -640,7 +639,7 @@ class RankGroup:
         self.lock, self._failure_lock = threading.RLock(), threading.Lock()  # a thread of the parent may have held them
         self._control = [control.copy() for control in self.__dict__.get("_control", ())]
         if self._relay is not None:
-            _KEPT.append(self._relay)
+            _PARENT_RELAYS.append(self._relay)
             self._relay = None
         if not self._closed:
             self.broken = WeftError(self._explain_fork())
@@ -774,9 +773,9 @@ class RankGroup:
         )
 
     @cached_property
-    def calling(self) -> Calling:
+    def calling(self) -> OneThread:
         """The context of a call. It raises ValueError in a thread while another thread is in it."""
-        return Calling(self)
+        return OneThread(self)
 
     def check_usable(self, remedies: tuple[str, str] = _REMEDIES) -> None:
         """Raise an error of the failure's type if this group has failed, was closed, or belongs to another process.

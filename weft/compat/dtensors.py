@@ -77,7 +77,7 @@ def _strides_like(local: torch.Tensor, shape: Sequence[Any]) -> tuple[Any, ...]:
     return tuple([found[order.index(dim)] for dim in range(local.dim())])
 
 
-def reduce_found_infs() -> None:
+def patch_grad_scaler() -> None:
     """Make a GradScaler exchange an inf over all dimensions of meshes along which some gradient differs between ranks.
 
     torch (2.13) exchanges it along those of the first gradient alone. If that is whole on every rank, as the gradient of a norm

@@ -44,11 +44,11 @@ class ExpertParallel(ParallelStyle):
     later call on GPUs. Parameters of experts become DTensors with Shard(0), and their gradients are sums over the tokens of all
     ranks. All other parameters, such as the router's, are unchanged, and their gradients are of this rank's tokens only.
 
-    gradients: "sum" leaves the experts' gradients as sums over the losses of all ranks. It is right if these add up to the
-    loss, and in weft.parallelize. "mean" divides them by the number of ranks. It is right if the loss is the mean of the ranks'
-    losses, as in data parallelism, where something else (fully_shard) averages the gradients of all other parameters over the
-    same ranks. With None they are sums, and a forward with gradients raises ValueError if fully_shard or
-    DistributedDataParallel averages the other parameters' gradients over these ranks.
+    gradients: "sum" leaves the experts' gradients as sums over the losses of all ranks. "mean" divides them by the number of
+    ranks. Use "sum" if the loss is the sum of the ranks' losses (also with weft.parallelize). Use "mean" if it is their mean,
+    as in data parallelism, where something else (fully_shard) averages the gradients of all other parameters over the same
+    ranks. With None they are sums, and a forward with gradients raises ValueError if fully_shard or DistributedDataParallel
+    averages the other parameters' gradients over these ranks.
 
     capacity: limits the rows that a rank receives to capacity x S. S is the number of rows (tokens times top k) of the rank
     with the most tokens, padded to a bucket; with max_tokens it is max_tokens times top k. Rows beyond the limit are left out,

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.compat.dispatch import observed
-from weft.compat.dtensors import differentiable_dtensor_of, reduce_found_infs
+from weft.compat.dtensors import differentiable_dtensor_of, patch_grad_scaler
 from weft.core.problem import split
 from weft.models import quantised
 from weft.models.communicating import LayerCalls
@@ -293,7 +293,7 @@ class Distributor:
 
     def __init__(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         self.mesh, self.src_data_rank = mesh, src_data_rank
-        reduce_found_infs()
+        patch_grad_scaler()
         self._distributed: dict[int, tuple[Tensor, nn.Parameter]] = {}
 
     def __call__(self, parameter: Tensor, placement: Placement) -> nn.Parameter:

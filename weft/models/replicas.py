@@ -214,7 +214,8 @@ def _local_parameter(name: str) -> property:
 def _attribute(name: str, read: Callable[[Any], torch.Tensor]) -> property:
     """Return a property that is read by a function, and is otherwise an attribute of the module as any other.
 
-    torch's DistributedDataParallel deletes a parameter that is a DTensor, and sets a DTensor in its place that is none.
+    DistributedDataParallel deletes a parameter that is a DTensor, and sets a plain attribute (a DTensor that is no Parameter)
+    under the same name.
     """
 
     def write(module: Any, tensor: object) -> None:
