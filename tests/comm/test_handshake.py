@@ -354,9 +354,11 @@ def _store_ends(port: int) -> tuple[str, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    dist.barrier()  # otherwise rank 1 may still need the store for its connections
     if dist.get_rank() == 0:
+        time.sleep(0.5)
         os._exit(1)
-    time.sleep(1.0)
+    time.sleep(1.5)
     return _error(_call)
 
 
