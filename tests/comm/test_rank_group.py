@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 
 import pytest
 import torch.distributed as dist
@@ -134,6 +135,31 @@ def _with_rank_group(function: str) -> object:
 
 def test_calls_alike(ranks: RankFixture) -> None:
     assert ranks(2).run(_with_rank_group, "_repeat_same_calls") == [3003, 3003]
+
+
+def test_a_slow_rank_reads_what_was_offered_for_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fast rank goes on to its next agreement before the slow one has read the numbers of this one."""
+    fast, slow = rank_groups()
+    control = fast._control[0]
+    read = control.offered
+
+    def read_late(parity: int) -> int:
+        time.sleep(0.2)
+        return read(parity)
+
+    monkeypatch.setattr(control, "offered", read_late)
+    found: dict[str, list[tuple[int, ...]]] = {"fast": [], "slow": []}
+
+    def agree(name: str, rank_group: RankGroup) -> None:
+        for call in range(3):
+            found[name].append(tuple(rank_group.agree_on_call(f"op: {call}", 10 * call + rank_group.rank)))
+
+    threads = [Thread(target=agree, args=("fast", fast)), Thread(target=agree, args=("slow", slow))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == {key: [(0, 1), (10, 11), (20, 21)] for key in ("fast", "slow")}
 
 
 @pytest.mark.parametrize(
