@@ -138,7 +138,7 @@ def counted_at_the_end(problem: Problem) -> Schedule:
 
 
 def gathered_beside(problem: Problem) -> Schedule:
-    """Rank 0 sends its rows and gathers on a lane of blocks, which rank 1 meets only once rank 0's compute lane lets it."""
+    """Rank 0 sends its rows and gathers on a lane of blocks, which rank 1 enters after a signal of rank 0's compute lane."""
     built = weft.schedule.build(problem, "sequential")
     (full,) = (buffer for buffer in built.buffers if buffer.name == "a_full")
     buffers = (*built.buffers, replace(full, name="sent"))

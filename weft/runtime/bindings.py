@@ -43,8 +43,8 @@ class Bindings:
     """Bindings holds the tensors of one call.
 
     tensors: the matrices that make up a buffer, by (buffer, rank).
-    stacked: those that make up a buffer one below the other, each with the rows of the buffer that it holds. Only the b of
-        several products are (weft.core.problem.Problem.products).
+    stacked: those that make up a buffer one below the other. Only the b of several products do
+        (weft.core.problem.Problem.products).
     loose: inputs outside the schedule's buffers, by name, such as a lookup's tables and indices.
     scales: the scales of each matrix of a buffer of FP8 elements.
     scaling: says which elements share a scale.
@@ -52,7 +52,7 @@ class Bindings:
     """
 
     tensors: dict[tuple[str, int], Columns] = field(default_factory=dict)
-    stacked: dict[tuple[str, int], Columns] = field(default_factory=dict)
+    stacked: dict[tuple[str, int], Sequence[torch.Tensor]] = field(default_factory=dict)
     loose: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     scales: dict[tuple[str, int], Sequence[torch.Tensor]] = field(default_factory=dict)
     scaling: Scaling | None = None
@@ -64,14 +64,6 @@ class Bindings:
             columns.append((matrix, (at, at + matrix.shape[1])))
             at += matrix.shape[1]
         self.tensors[buffer, rank] = columns
-
-    def stack(self, buffer: str, rank: int, *matrices: torch.Tensor) -> None:
-        """Bind matrices that make up a buffer one below the other."""
-        rows, at = [], 0
-        for matrix in matrices:
-            rows.append((matrix, (at, at + matrix.shape[0])))
-            at += matrix.shape[0]
-        self.stacked[buffer, rank] = rows
 
     def products(self, a: Sequence[Region], b: Region) -> list[tuple[Span1D, list[list[torch.Tensor]], Sequence[torch.Tensor]]]:
         """Return what is multiplied where a GEMM multiplies rows of a by b: for each matrix of results its columns, the factors
@@ -103,7 +95,7 @@ class Bindings:
 
     def _stacked_factors(self, b: Region) -> tuple[Span1D, Sequence[torch.Tensor]]:
         low, high = b.cols
-        matrices = [matrix for matrix, _ in self.stacked[b.buffer, b.rank]]
+        matrices = self.stacked[b.buffer, b.rank]
         bs = [one if one.shape[1] == high and not low else one[:, low:high] for one in matrices]
         # The a of a b without rows has no columns, and is no piece.
         return (0, high - low), [one for one in bs if one.shape[0]] or bs[:1]

@@ -359,7 +359,7 @@ class BoundProgram(ABC):
         for tensors in (inputs, outputs):
             for name, matrices in tensors.items():
                 if name == "b" and self.schedule.problem.products > 1:
-                    bindings.stack(name, self.rank, *matrices)
+                    bindings.stacked[name, self.rank] = matrices
                 elif name in self._given:
                     bindings.bind(name, self.rank, *matrices)
                 elif name in self._scale_names:

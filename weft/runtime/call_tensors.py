@@ -59,8 +59,7 @@ class CallTensors:
         first = 0
         for name, some in (*inputs.items(), *outputs.items()):
             part, key = program.place_of(self.bindings, name)
-            placed = part is self.bindings.tensors or part is self.bindings.stacked
-            columns = [where for _, where in part[key]] if placed else [None] * len(some)
+            columns = [cols for _, cols in part[key]] if part is self.bindings.tensors else [None] * len(some)
             self._slots.append((part, key, columns, range(first, first + len(some))))
             first += len(some)
 
