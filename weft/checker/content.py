@@ -4,6 +4,7 @@ A content describes element (i, j) of its buffer by a displacement, so cutting a
 
     ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" is the same for B; "P" is the pooled result of a lookup
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
+    ("XA", dr, dc, ks, div)     the same of X^T and A: the gradients of weights. "X" is an input as A is, and "X^T" its transpose
     ("?", why)                  a value that no result may hold
 
 Each addend of a result counts as one more k, in the range ADDED. If one row is added to every row, its dr is None. Any other
@@ -26,6 +27,9 @@ Cells = list[tuple[Rect, Any]]
 
 Ranges = tuple[tuple[int, int], ...]
 ZERO: Content = ("AB", 0, 0, (), 1)
+SUMS = {"AB": "A @ B", "XA": "X^T @ A"}
+"""The contents that are sums, as texts."""
+_PRODUCTS = {("A", "B"): "AB", ("X^T", "A"): "XA"}
 ADDED: dict[str, tuple[int, int]] = {"bias": (-2, -1), "residual": (-4, -3)}
 """The ranges of addends are below every k, with gaps between them, so that no two merge."""
 
@@ -60,7 +64,7 @@ def add(one: Content, two: Content) -> Content:
         return two if one == ZERO else one
     if one[0] == "?" or two[0] == "?":
         return one if one[0] == "?" else two
-    if one[0] != "AB" or two[0] != "AB":
+    if one[0] not in SUMS or two[0] != one[0]:
         return ("?", "a sum of inputs")
     if one[1] is None:
         one, two = two, one
@@ -93,7 +97,7 @@ def divided(cells: Cells, by: int) -> Cells:
 def _divided(content: Content, by: int) -> Content:
     if content == ZERO or content[0] == "?":
         return content
-    return (*content[:4], content[4] * by) if content[0] == "AB" else ("?", "an input, divided")
+    return (*content[:4], content[4] * by) if content[0] in SUMS else ("?", "an input, divided")
 
 
 def total(sums: list[Cells]) -> Cells:
@@ -132,6 +136,18 @@ def product(a: tuple[Rect, Cells], b: tuple[Rect, Cells], out: Rect) -> Cells:
     return cells
 
 
+def transposed(of: tuple[Rect, Cells]) -> tuple[Rect, Cells]:
+    """Return the transpose of a rectangle and its cells."""
+    rect, cells = of
+    return (*rect[2:], *rect[:2]), [((*r[2:], *r[:2]), _transposed(content)) for r, content in cells]
+
+
+def _transposed(content: Content) -> Content:
+    if content[0] == "?":
+        return content
+    return ("X^T", content[2], content[1]) if content[0] == "X" else ("?", f"the transpose of {describe(content)}")
+
+
 def _bands(rects: list[Rect], at: int) -> list[tuple[int, int]]:
     """Return the ranges between neighbouring edges of the rectangles: of rows (at=0) or columns (at=2)."""
     edges = sorted({r[at] for r in rects} | {r[at + 1] for r in rects})
@@ -145,12 +161,13 @@ def _term(a_rect: Rect, a: tuple[Rect, Content], b_rect: Rect, b: tuple[Rect, Co
     high = min(ra[3] - a_rect[2], rb[1] - b_rect[0])
     if low >= high or ca == ZERO or cb == ZERO:
         return ZERO
-    if ca[0] != "A" or cb[0] != "B":
+    name = _PRODUCTS.get((ca[0], cb[0]))
+    if name is None:
         return ca if ca[0] == "?" else cb if cb[0] == "?" else ("?", f"a product of {describe(ca)} and {describe(cb)}")
     first = low + a_rect[2] + ca[2]
     if first != low + b_rect[0] + cb[1]:
-        return ("?", f"a product of columns of A with other rows of B: {describe(ca)} and {describe(cb)}")
-    return ("AB", ca[1] + a_rect[0] - out[0], cb[2] + b_rect[2] - out[2], ((first, first + high - low),), 1)
+        return ("?", f"a product of columns of {ca[0]} with other rows of {cb[0]}: {describe(ca)} and {describe(cb)}")
+    return (name, ca[1] + a_rect[0] - out[0], cb[2] + b_rect[2] - out[2], ((first, first + high - low),), 1)
 
 
 def describe(content: Content | None, rect: Rect = (0, 1, 0, 1)) -> str:
@@ -159,8 +176,8 @@ def describe(content: Content | None, rect: Rect = (0, 1, 0, 1)) -> str:
         return content[1] if content else "nothing"
     down = 0 if content[1] is None else content[1]
     rows = f"{rect[0] + down}:{rect[1] + down}, {rect[2] + content[2]}:{rect[3] + content[2]}"
-    if content[0] != "AB":
+    if content[0] not in SUMS:
         return f"{content[0]}[{rows}]"
     names = {span: name for name, span in ADDED.items()}
     ranges = " and ".join(names.get(span, f"{span[0]}:{span[1]}") for span in reversed(content[3])) or "nothing"
-    return f"(A @ B)[{rows}] over K of {ranges}" + (f", divided by {content[4]}" if content[4] != 1 else "")
+    return f"({SUMS[content[0]]})[{rows}] over K of {ranges}" + (f", divided by {content[4]}" if content[4] != 1 else "")

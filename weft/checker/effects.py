@@ -17,7 +17,7 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 
-from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total
+from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total, transposed
 from weft.checker.memory import AliasedInput, Conflict, Constant, Memory
 from weft.checker.program import CALLER, Access, Action, CompiledSchedule, Do, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
@@ -83,8 +83,13 @@ class Effects:
             return ("A", offset, 0) if name == "a" else ("B", 0, offset)
         if name in ADDED:
             return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
-        offset = sum(self.problem.inner(r) for r in range(rank))
+        if name == "x":
+            return ("X", self.problem.shards[rank][0] if self.problem.weight_gradients == "shard" else 0, 0)
+        offset = self._first_inner(rank)
         return ("A", 0, offset) if name == "a" else ("B", offset, 0)
+
+    def _first_inner(self, rank: int) -> int:
+        return sum(self.problem.inner(r) for r in range(rank))
 
     def _first_column(self, rank: int) -> int:
         if self.problem.op not in ("all_gather_matmul", *LOOKUP_OPS):
@@ -245,6 +250,8 @@ class Effects:
             return [(rows, ("P", problem.shards[rank][0], 0))]
         if name == "gathered":
             return [(rows, ("A", 0, 0))]
+        if name == "gradients":
+            return [(rows, ("XA", 0, self._first_inner(rank), ((0, problem.m),), 1) if problem.m else ZERO)]
         every_k = ((0, problem.k),)
         if problem.op == "all_gather_matmul":
             return [(rows, ("AB", 0, self._first_column(rank), every_k, 1))]
@@ -335,6 +342,8 @@ def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
         return moved(cells[0], rects[0], out)
     if action.do is Do.ADD:
         return divided(total([moved(c, rect, out) for c, rect in zip(cells, rects, strict=True)]), action.divide_by)
+    if action.do is Do.GEMM_OF_TRANSPOSE:
+        return product(transposed((rects[0], cells[0])), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
     fresh = product(_merge_slices(action, cells), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
     if action.adds:
         first = len(action.reads)

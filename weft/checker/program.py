@@ -44,6 +44,7 @@ class Do(IntEnum):
     MESSAGES = 8
     ADD_ALL = 9
     EXCHANGE_COLUMNS = 10
+    GEMM_OF_TRANSPOSE = 11
 
 
 class Action(NamedTuple):

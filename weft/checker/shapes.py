@@ -54,7 +54,7 @@ def check_buffers(schedule: Schedule) -> None:
         if segmented and (buffer.name not in expected | segmented or buffer.float32):
             these = ", ".join(expected | segmented)
             raise ScheduleError(f"buffer {buffer.name} is none of {these}, which hold segments in the problem's dtype")
-        fault = _operand_fault(buffer, schedule.problem)
+        fault = _operand_fault(buffer, schedule.problem) or _columns_fault(buffer)
         if fault:
             raise ScheduleError(f"buffer {buffer.name} {fault}")
         if buffer.float32 and buffer.kind != "local" and schedule.problem.dtype != "float32":
@@ -87,6 +87,12 @@ def _operand_fault(buffer: Buffer, problem: Problem) -> str:
     return f"has operand {buffer.operand!r}; the problem's scaling needs {wanted!r}" if buffer.operand != wanted else ""
 
 
+def _columns_fault(buffer: Buffer) -> str:
+    """Return a fault, or "". Only the gradients of weights are stored by columns, as callers have the weights."""
+    wanted = (buffer.name, buffer.kind) == ("gradients", "output")
+    return "" if buffer.by_columns == wanted else f"has by_columns={buffer.by_columns}; it must be {wanted}"
+
+
 Extent = int | Callable[[int], int]
 """An extent that is the same on each rank, or a function of the rank."""
 
@@ -115,6 +121,9 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
         inputs |= {name: (problem.m if name == "residual" else 1, problem.columns) for name in problem.addends}
         if problem.return_gathered:
             outputs["gathered"] = problem.out_rows, problem.inner
+        if problem.weight_gradients:
+            inputs["x"] = problem.out_rows if problem.weight_gradients == "shard" else problem.m, problem.n
+            outputs["gradients"] = problem.n, problem.inner
     found = {name: ("input", _shape(problem, *extents)) for name, extents in inputs.items()}
     return found | {name: ("output", _shape(problem, *extents)) for name, extents in outputs.items()}
 
@@ -176,8 +185,12 @@ def scales_fault(region: Region, buffer: Buffer, problem: Problem) -> str:
 
 def gemm_fault(step: Gemm, part: Part) -> str:
     (rows, inner), (inner_b, cols) = part.a.shape, step.b.shape
+    if step.transposed:
+        if len(step.parts) > 1 or part.waits or part.count or part.adds or step.accumulate or part.out.rank != step.b.rank:
+            return "a product of a^T has one part, which waits, counts and adds nothing, and stores on its rank"
+        rows, inner = inner, rows
     if inner != inner_b:
-        return f"{part.a} has {inner} columns but {step.b} has {inner_b} rows; a product needs them equal"
+        return f"{part.a} has {inner} {'rows' if step.transposed else 'columns'} but {step.b} has {inner_b} rows; a product needs them equal"
     if part.out.shape != (rows, cols):
         return f"{part.out} has shape {part.out.shape}; the product of {part.a} and {step.b} has {(rows, cols)}"
     for add in part.adds:

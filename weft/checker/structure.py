@@ -49,7 +49,7 @@ from weft.core.schedule import (
     Wait,
 )
 
-_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES, _ADD_ALL, _EXCHANGE_COLUMNS = Do
+_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES, _ADD_ALL, _EXCHANGE_COLUMNS, _OF_TRANSPOSE = Do
 _COLLECTS = {
     "all_gather": _COPY,
     "reduce_scatter": _ADD,
@@ -214,6 +214,8 @@ class Compiler:
                 self.fail(f"{region} is on a peer; {what if remote else 'this operand must be local'}")
         if buffer.operand:
             self.refuse(scales_fault(region, buffer, self.problem))
+        if buffer.by_columns and not (write and isinstance(self.step, Gemm)):
+            self.fail(f"{region} is stored by columns; only a product writes such a buffer, and nothing reads it")
         if write and buffer.kind == "input":
             self.fail(f"{region} is an input of the caller; no step may write it")
         return self.first_memory[region.buffer] + rank, (*region.rows, *region.cols)
@@ -294,7 +296,7 @@ class Compiler:
         self.plain(part.out, *part.adds)
         if step.accumulate and not (self.all_wide or self.buffers[part.out.buffer].float32):
             self.fail(f"{part.out} is added to but is not a float32 buffer; it would be rounded at every step")
-        action = self.action(_GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
+        action = self.action(_OF_TRANSPOSE if step.transposed else _GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
         if part.inner:
             return self.sliced(action, part, a)
         return self.adding(action, part, step.divide_by, out) if part.adds else action

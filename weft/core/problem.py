@@ -198,6 +198,9 @@ class Problem:
     addends: the tensors that matmul_all_reduce adds to the sum over ranks, in the order of ADDENDS.
     products: how many products each rank of an operator of REDUCTIONS adds up. Their a are side by side along K, and their b
     one below the other; k is of all of them.
+    weight_gradients: matmul_reduce_scatter also returns x^T @ a, N x K, for another input x, M x N. If out is the gradient of the
+    a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of x.
+    With "shard" it has its shard of x's rows, which are gathered.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
     MOST_WORLD), or inconsistent sizes.
@@ -220,6 +223,7 @@ class Problem:
     nodes: tuple[int, ...] = ()
     scaling: Scaling | None = None
     products: int = 1
+    weight_gradients: Literal["", "whole", "shard"] = ""
 
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
@@ -254,8 +258,18 @@ class Problem:
         if self.products > 1 and (self.op not in REDUCTIONS or self.scaling is not None):
             takes = "with FP8 operands there is one" if self.op in REDUCTIONS else f"{self.op} adds up none"
             raise ValueError(f"products is {self.products}; {takes}, use 1")
+        if self.weight_gradients:
+            self._check_weight_gradients()
         if self.scaling is not None:
             self._check_scaling(self.scaling)
+
+    def _check_weight_gradients(self) -> None:
+        given = f"weight_gradients is {self.weight_gradients!r}"
+        if self.weight_gradients not in ("whole", "shard"):
+            raise ValueError(f"{given}; use 'whole' or 'shard', or '' for none")
+        if self.op != "matmul_reduce_scatter" or self.scaling is not None:
+            has = "with FP8 operands there are none" if self.op == "matmul_reduce_scatter" else f"{self.op} has none"
+            raise ValueError(f"{given}; {has}, use ''")
 
     def _check_scaling(self, scaling: Scaling) -> None:
         if self.op not in SCALED_OPS:
@@ -383,9 +397,10 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """The floating-point operations of the largest rank's matmul."""
+        """The floating-point operations of the largest rank's matmuls."""
         ranks = range(self.world_size)
-        return 2 * max(self.product_rows(r) * self.columns(r) * self.inner(r) for r in ranks)
+        times = 4 if self.weight_gradients else 2
+        return times * max(self.product_rows(r) * self.columns(r) * self.inner(r) for r in ranks)
 
     @property
     def shard_bytes(self) -> int:
@@ -397,7 +412,8 @@ class Problem:
 
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
-        flags += f" of {self.products} products" * (self.products > 1)
+        flags += f" of {self.products} products" * (self.products > 1) 
+        flags += f" +gradients of weights, x {self.weight_gradients}" if self.weight_gradients else ""
         flags += "".join(f" +{name}" for name in self.addends) + _on_nodes(self.nodes)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self._dtypes} world_size={self.world_size}{flags}"
 

@@ -205,6 +205,7 @@ class Gemm:
 
     accumulate: add to out instead of overwriting it. Then no part has adds.
     divide_by: world_size for an average. It applies only to parts with adds, because the results of other parts are partial.
+    transposed: out = a^T @ b. Then it has one part, which waits for nothing, counts nothing, adds nothing, and stores on its rank.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -212,12 +213,13 @@ class Gemm:
     parts: tuple[Part, ...]
     accumulate: bool = False
     divide_by: int = 1
+    transposed: bool = False
 
     def __str__(self) -> str:
-        rows = sum(p.a.shape[0] for p in self.parts)
+        rows = sum(p.out.shape[0] for p in self.parts)
         inner, cols = self.b.shape
         more = f" in {len(self.parts)} parts" if len(self.parts) > 1 else ""
-        return f"gemm {rows}x{cols}x{inner}{'+' * self.accumulate}{more}"
+        return f"gemm {rows}x{cols}x{inner}{'+' * self.accumulate}{' of a^T' * self.transposed}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,6 +566,9 @@ class Buffer:
     operand: "a" or "b" if the buffer holds FP8 elements of that operand and their scales, as the problem's scaling defines
         them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that
         accesses a region accesses both, and a flag covers both.
+
+    by_columns: its elements are stored column by column: the caller's tensor is the transpose of the buffer. Only products write
+        such a buffer, and nothing reads it.
     """
 
     name: str
@@ -572,6 +577,7 @@ class Buffer:
     cols: tuple[int, ...]
     float32: bool = False
     operand: Literal["", "a", "b"] = ""
+    by_columns: bool = False
 
     def whole(self, rank: int) -> Region:
         return Region(self.name, rank, (0, self.rows[rank]), (0, self.cols[rank]))

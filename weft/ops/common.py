@@ -54,6 +54,12 @@ def choose_backward_schedule(schedule: str, op: Op) -> str:
     return "auto" if missing or schedule.startswith("value:") else schedule
 
 
+def is_registered(schedule: str) -> bool:
+    """Return whether a schedule's family was added by weft.schedule.register. It then has no gradients of weights."""
+    family = schedules.FAMILIES.get(schedule.partition(":")[0])
+    return family is not None and family.registered
+
+
 def save_factors(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     """Save what the backward of an operator (a, b, options) needs."""
     a, b, ctx.options = inputs

@@ -27,6 +27,10 @@ def _of_added_up(out: Any, factors: Sequence[Tensor], bs: Sequence[Tensor], *_: 
     return sum(_of_own_rows(out, a, b) for a, b in zip(factors, bs, strict=True))
 
 
+def _of_both_gradients(out: Any, factors: Sequence[Tensor], bs: Sequence[Tensor], *_: Any) -> Any:
+    return 2 * _of_added_up(out, factors, bs)
+
+
 def _of_arriving_rows(out: Sequence[Tensor], a: Tensor, b: Tensor, *_: Any) -> Any:
     """Rows are exchanged, and then multiplied."""
     return 2 * out[0].shape[0] * b.shape[0] * b.shape[1]
@@ -84,6 +88,7 @@ def _of_scaled_rows(
 
 FORMULAS: Mapping[str, Formula] = {
     "all_gather_matmul": _of_several,
+    "all_gather_matmul_backward": _of_both_gradients,
     "matmul_reduce_scatter": _of_added_up,
     "matmul_all_reduce": _of_added_up,
     "matmul_all_to_all": _of_own_rows,

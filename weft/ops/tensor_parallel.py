@@ -12,6 +12,11 @@ The backward of each is the other one, overlapped with its matmul as in the forw
 
     all_gather_matmul       grad_a = reduce_scatter(grad_out @ b^T)      grad_b = all_gather(a)^T @ grad_out
     matmul_reduce_scatter   grad_a = all_gather(grad_out) @ b^T          grad_b = a^T @ all_gather(grad_out)
+
+The gradient of an all_gather_matmul's b needs no exchange of its own, so its product can run during the exchange of grad_a. Both
+are one call of matmul_reduce_scatter with the gradients of weights (weft.core.problem), whose schedules say what runs when:
+
+    weft::all_gather_matmul_backward(grads [M, n]..., bs^T [n, K]..., x [M, K] or [m, K], ...)   -> [grad_a [m, K], grad_b^T...]
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from weft.ops.common import (
     choose_backward_schedule,
     count_rows_per_entry,
     factors_of,
+    is_registered,
     make_empty_operand_after,
     resolve_group,
     rows_of,
@@ -244,6 +250,10 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         group = group_named(options.group)
         spec = choose_backward_schedule(options.schedule, "matmul_reduce_scatter")
         back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
+        if len(factors) == len(bs) and _may_be_one_call(ctx.needs_input_grad[1], bs, options, spec):
+            x, kind = (a, "shard") if saved is None else (saved, "whole")
+            grad_a, *found = _all_gather_matmul_backward(factors, columns, x, *back[:-1], kind)
+            return grad_a, [None if grad is None else one.t() for one, grad in zip(found, grads, strict=False)]
         grad_a = _matmul_reduce_scatter(factors, columns, *back)
     if any(ctx.needs_input_grad[1]):
         given = [grad_a, *grads]
@@ -252,6 +262,21 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
         wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
         grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs
+
+
+def _may_be_one_call(needed: Sequence[bool], bs: Sequence[torch.Tensor], options: _Gather, schedule: str) -> bool:
+    """Return whether one call may compute the gradients of a and of all bs. It must be the same on all ranks.
+
+    Its gradients are laid out as those of weights [n, K]. It has no second derivatives, and nothing to do without rows.
+    """
+    return (
+        all(needed)
+        and not torch.is_grad_enabled()
+        and all(_is_transposed(b) for b in bs)
+        and not is_registered(schedule)
+        and options.rows > 0
+        and bs[0].shape[0] > 0
+    )
 
 
 def _gather_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> torch.Tensor:
@@ -336,6 +361,37 @@ class _Scatter(NamedTuple):
     unit: SymInt
     schedule: str
     op: str
+
+
+class _Backward(NamedTuple):
+    """_Backward holds the options of weft::all_gather_matmul_backward.
+
+    unit: the flat rows of one entry of the gathered dimension.
+    x: "whole" if ranks pass the gathered a, "shard" if they pass their own.
+    """
+
+    group: str
+    rank: int
+    world_size: int
+    unit: SymInt
+    schedule: str
+    x: str
+
+
+def _backward(factors: list[torch.Tensor], bs: list[torch.Tensor], x: torch.Tensor, options: _Backward) -> MatmulCall:
+    (a, *more), (group, _, _, unit, schedule, kind) = factors, options
+    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit, "more": more, "x": x, "weight_gradients": kind}
+    return matmul_call("matmul_reduce_scatter", a, bs, group, schedule, **how)
+
+
+def _backward_fake(
+    factors: list[torch.Tensor], bs: list[torch.Tensor], x: torch.Tensor, options: _Backward
+) -> list[torch.Tensor]:
+    low, high = split(factors[0].shape[0] // options.unit, options.world_size)[options.rank]
+    return [x.new_empty((high - low) * options.unit, x.shape[1]), *(x.new_empty(b.shape) for b in bs)]
+
+
+_all_gather_matmul_backward = define("all_gather_matmul_backward", _backward, _backward_fake, returns=list[torch.Tensor])
 
 
 def _scatter(factors: list[torch.Tensor], bs: list[torch.Tensor], options: _Scatter) -> MatmulCall:

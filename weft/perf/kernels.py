@@ -108,7 +108,7 @@ class _Group:
 
     @property
     def rows(self) -> int:
-        return sum(part.a.shape[0] for part in self.parts)
+        return sum(part.out.shape[0] for part in self.parts)
 
 
 def _groups(step: Gemm, rank: int) -> Iterator[_Group]:

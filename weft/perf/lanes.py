@@ -159,7 +159,8 @@ class ComputeLane:
         self.rank, self.free_at_us = rank, free_at_us
         self.matmul_begins_at_us = self.matmul_tile_us = 0.0
         """The time at which the last matmul begins, and the time of one of its tiles."""
-        self._multiplied_us = 0.0
+        self.multiplied_us = 0.0
+        """The time of all matmuls so far, on which the power limit depends."""
 
     def enqueue_wait(self, *raised_at_us: float) -> None:
         """Wait for flags that are raised at these times. One flag operation checks all of them."""
@@ -174,13 +175,24 @@ class ComputeLane:
         """Run a cuBLAS matmul, concurrently with the copies of `load`. staged_us: the time of copies that stage its data."""
         if not cost.busy_us:
             return
-        slowdown = self.rank.power_slowdown(self._multiplied_us, cost)
-        self._multiplied_us += cost.busy_us
+        slowdown = self.rank.power_slowdown(self.multiplied_us, cost)
+        self.multiplied_us += cost.busy_us
         self.matmul_begins_at_us = self.free_at_us + self.rank.launch_us + staged_us
         self.matmul_tile_us = cost.tile_us * slowdown
         self.free_at_us = work_ends_at_us(
             self.matmul_begins_at_us, cost.busy_us * slowdown, load, self.rank.copy_slowdown(cost, load.gbps)
         )
+
+
+    def enqueue_weight_gradients(self, load: CopyLoad = NO_COPIES, x_at_us: float = 0.0) -> None:
+        """Run the matmul of the weights' gradients, if the problem has them. x_at_us: when all shards of x have arrived."""
+        rank = self.rank
+        if not rank.problem.weight_gradients:
+            return
+        if x_at_us:
+            self.free_at_us += rank.launch_us + hbm_us(rank.machine, 2 * rank.shard_bytes)  # the own shard
+            self.enqueue_wait(x_at_us)
+        self.enqueue_matmul(rank.library_gemm(rank.columns, inner=rank.rows, columns=rank.inner), load)
 
 
 class CopyLanes:
@@ -263,14 +275,25 @@ class CopyLanes:
         """Signal to every peer that this rank has read everything."""
         self.enqueue_flags(self.rank.node_ranks - 1)
 
-    def enqueue_copy(self, distance: int, copy_bytes: float, *, signal: bool = True) -> float:
-        """Copy to or from a peer, and return when the data have arrived. signal: a signal follows the copy."""
+    def enqueue_x(self) -> float:
+        """Send the shard of x to all peers, if ranks have shards of it. Return when the shards of all peers have arrived."""
+        at_us = 0.0
+        for distance in self.rank.distances if self.rank.problem.weight_gradients == "shard" else ():
+            self.enqueue_flags(1, distance)
+            at_us = self.enqueue_copy(distance, self.rank.shard_bytes, in_turn=False)
+        return at_us
+
+    def enqueue_copy(self, distance: int, copy_bytes: float, *, signal: bool = True, in_turn: bool = True) -> float:
+        """Copy to or from a peer, and return when the data have arrived.
+
+        signal: a signal follows the copy. in_turn: the copy takes turns with those of other ranks, if copies do.
+        """
         lane, rank = distance % len(self._free_at_us), self.rank
-        if self._turn_at_us is not None:
+        if in_turn and self._turn_at_us is not None:
             self.enqueue_wait(distance, self._turn_at_us)
         begins_at_us = self._sms_free_at_us(self._free_at_us[lane])
         self._free_at_us[lane] = begins_at_us + rank.machine.copies.copy_us + copy_bytes / (self.gbps(distance) * 1e3)
-        if self._turns_left > 0:
+        if in_turn and self._turns_left > 0:
             self._turns_left -= 1
             self._free_at_us[lane] += rank.flag_us
             self._turn_at_us = self._free_at_us[lane] + rank.latency_us(1)

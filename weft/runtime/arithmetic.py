@@ -78,7 +78,7 @@ class Product:
             accumulate = self._step.accumulate
             for runs_of_a, b in zip(rows, bs, strict=True):
                 a = runs_of_a[0] if len(runs_of_a) == 1 else _joined(runs_of_a)
-                matmul(a, b, views[0], accumulate=accumulate, scales=scales)
+                matmul(a.t() if self._step.transposed else a, b, views[0], accumulate=accumulate, scales=scales)
                 accumulate = True
 
     def prepare(self, lane: str, call: IssuedCall, tensors: CallTensors) -> Issue:
@@ -94,7 +94,7 @@ class Product:
         outs = [of_out] if len(found) == 1 else [_columns(of_out, cols) for cols, _, _ in found]
         return in_turn(
             [
-                products.prepare(a, b, bindings.view(out), tensors, accumulate=number > 0)
+                products.prepare(a.t() if step.transposed else a, b, bindings.view(out), tensors, accumulate=number > 0)
                 for (_, rows, bs), out in zip(found, outs, strict=True)
                 for number, ((a,), b) in enumerate(zip(rows, bs, strict=True))
             ]

@@ -17,6 +17,7 @@ import torch
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import CollectiveProblem, RaggedProblem
 from weft.core.schedule import (
+    Buffer,
     Collective,
     Copy,
     Flag,
@@ -322,7 +323,8 @@ class BoundProgram(ABC):
         invalidated: Sequence[torch.Tensor] = (),
         spans: list[Span] | None = None,
     ) -> Outputs:
-        """Run a call, and return the output buffers by name, with `out` as one matrix for each b.
+        """Run a call, and return the output buffers by name, with `out` as one matrix for each b, and the gradients of weights as
+        one for each a.
 
         outputs: the caller's tensors, contiguous. By default new ones are allocated.
         reached: the tensors of every rank, by rank, for outputs that peers write.
@@ -343,6 +345,9 @@ class BoundProgram(ABC):
             widths = [b.shape[1] for b in inputs["b"]] if several else [buffer.cols[self.rank]]
             rows = buffer.rows[self.rank]
             device = self._resources.device
+            if buffer.by_columns:  # the gradients of weights: one for each a
+                outputs[buffer.name] = [torch.empty(a.shape[1], rows, dtype=dtype, device=device) for a in inputs["a"]]
+                continue
             outputs[buffer.name] = [torch.empty(rows, width, dtype=dtype, device=device) for width in widths]
             if buffer.operand:
                 shape = self.scales_shape(buffer.name, self.rank)
@@ -361,7 +366,7 @@ class BoundProgram(ABC):
                 if name == "b" and self.schedule.problem.products > 1:
                     bindings.stacked[name, self.rank] = matrices
                 elif name in self._given:
-                    bindings.bind(name, self.rank, *matrices)
+                    bindings.bind(name, self.rank, *(as_buffer(self.schedule.buffer[name], one) for one in matrices))
                 elif name in self._scale_names:
                     bindings.scales[self._scale_names[name], self.rank] = matrices
                 else:
@@ -416,6 +421,11 @@ class BoundProgram(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the memory of buffers and flags."""
+
+
+def as_buffer(buffer: Buffer, matrix: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the caller as a part of its buffer."""
+    return matrix.t() if buffer.by_columns else matrix
 
 
 def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedule) -> Schedule:

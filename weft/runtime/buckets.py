@@ -15,7 +15,8 @@ piece is padded separately:
     a         piece: its rows | as many more as make it as high as the bucket's      one copy
     result    piece: its rows | cut off                                              one copy, and none where there is one piece
 
-Rows are multiplied independently, so padding may contain any values.
+Rows are multiplied independently, so padding may contain any values. It is zeros where rows are also summed, for the gradients of
+weights.
 """
 
 from __future__ import annotations
@@ -127,14 +128,21 @@ def pad(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:
     scales = call.scales
     if scales is not None and scales.a is not None and scales.scaling.recipe != "tensorwise":
         scales = scales._replace(a=_pad_pieces(scales.a, sizes, high))
-    a, *more = [_pad_pieces(one, sizes, high) for one in (call.a, *call.more)]
-    return replace(call, a=a, more=more, rows=rows, extras=extras, scales=scales)
+    zeros = bool(call.weight_gradients)
+    a, *more = [_pad_pieces(one, sizes, high, zeros=zeros) for one in (call.a, *call.more)]
+    x = call.x
+    if x is not None:
+        x = _pad_pieces(x, sizes if call.weight_gradients == "whole" else [x.shape[0]], high, zeros=True)
+    return replace(call, a=a, more=more, rows=rows, extras=extras, scales=scales, x=x)
 
 
 def cut(found: Outputs, call: MatmulCall, rank: int, world_size: int) -> dict[str, list[torch.Tensor]]:
     """Return the results of the padded call without the padding. call: the call before it was padded."""
     sizes = _sizes(call, _PIECES[call.op][1], rank, world_size)
-    return {name: [_remove_rows(matrix, sizes) for matrix in matrices] for name, matrices in found.items()}
+    return {
+        name: matrices if name == "gradients" else [_remove_rows(matrix, sizes) for matrix in matrices]
+        for name, matrices in found.items()
+    }
 
 
 def _sizes(call: MatmulCall, pieces: _Pieces, rank: int, world_size: int) -> list[int]:
@@ -147,9 +155,9 @@ def _sizes(call: MatmulCall, pieces: _Pieces, rank: int, world_size: int) -> lis
     return [sizes[rank]] * (world_size if pieces == "mine" else 1)
 
 
-def _pad_pieces(matrix: torch.Tensor, sizes: Sequence[int], high: int) -> torch.Tensor:
+def _pad_pieces(matrix: torch.Tensor, sizes: Sequence[int], high: int, *, zeros: bool = False) -> torch.Tensor:
     columns = matrix.shape[1]
-    out = matrix.new_empty(len(sizes) * high, columns)
+    out = (matrix.new_zeros if zeros else matrix.new_empty)(len(sizes) * high, columns)
     places = out.view(len(sizes), high, columns)
     if len(set(sizes)) == 1:
         places[:, : sizes[0]].copy_(matrix.view(len(sizes), sizes[0], columns))

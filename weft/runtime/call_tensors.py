@@ -53,14 +53,16 @@ class CallTensors:
         self._moving: list[tuple[int, int, bool, Sequence[int], Sequence[int], int]] = []
         """For each view of a matrix of the caller: its number, that of the matrix, whether it is the whole matrix, its size,
         its strides, and the number of elements before it."""
-        self._slots: list[tuple[dict[Any, Any], Any, list[Any], range]] = []
+        self._slots: list[tuple[dict[Any, Any], Any, list[Any], range, bool]] = []
         """For each name of tensors: the part of the bindings and the key that hold them, the columns of each tensor of a
-        buffer, and the numbers of the tensors."""
+        buffer, the numbers of the tensors, and whether the buffer is stored by columns."""
         first = 0
         for name, some in (*inputs.items(), *outputs.items()):
             part, key = program.place_of(self.bindings, name)
             columns = [cols for _, cols in part[key]] if part is self.bindings.tensors else [None] * len(some)
-            self._slots.append((part, key, columns, range(first, first + len(some))))
+            buffer = self.bindings.buffers.get(name)
+            by_columns = part is self.bindings.tensors and buffer is not None and buffer.by_columns
+            self._slots.append((part, key, columns, range(first, first + len(some)), by_columns))
             first += len(some)
 
     def address(self, address: int) -> int | None:
@@ -143,12 +145,14 @@ class CallTensors:
                 part[key] = ()
 
     def _bind(self, matrices: Sequence[torch.Tensor]) -> None:
-        for part, key, columns, numbers in self._slots:
+        for part, key, columns, numbers, by_columns in self._slots:
             found: list[Any] = []
             for cols, number in zip(columns, numbers, strict=True):
                 one, shape = matrices[number], self._shapes[number]
                 if one.shape != shape:
                     one = one.view(shape)
+                if by_columns:
+                    one = one.t()
                 found.append(one if cols is None else (one, cols))
             part[key] = found
 

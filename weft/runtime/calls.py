@@ -189,6 +189,7 @@ class MatmulCall(Call):
     more: further factors a of an operator of REDUCTIONS. Its result is the sum of the products of each a with its b.
     extras: further inputs by name, one matrix each.
     scales: the scales and the dtype of the result, for FP8 operands.
+    weight_gradients, x: as in weft.core.problem.Problem. Results are then also the gradients, one [columns of a, N] for each a.
     """
 
     a: torch.Tensor
@@ -200,16 +201,21 @@ class MatmulCall(Call):
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     scales: ScaledOperands | None = None
     more: Sequence[torch.Tensor] = ()
+    weight_gradients: Literal["", "whole", "shard"] = ""
+    x: torch.Tensor | None = None
 
     def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
-        """Return the products, then the gathered rows and their scales, if these were requested."""
-        return outputs["out"] + outputs.get("gathered", []) + outputs.get(scales_name("gathered"), [])
+        """Return the products, then the gathered rows and their scales, or the gradients of weights, if requested."""
+        more = [outputs.get(name, []) for name in ("gathered", scales_name("gathered"), "gradients")]
+        return sum(more, outputs["out"])
 
     @property
     def inputs(self) -> Inputs:
         found: dict[str, Sequence[torch.Tensor]] = {"a": (self.a, *self.more), "b": self.bs}
         for name, tensor in self.extras.items():
             found[name] = (tensor,)
+        if self.x is not None:
+            found["x"] = (self.x,)
         if self.scales is not None:
             if self.scales.a is not None:
                 found[scales_name("a")] = (self.scales.a,)
@@ -238,7 +244,8 @@ class MatmulCall(Call):
         a, shapes = self.a, tuple([b.shape for b in self.bs])
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
         scaled = None if self.scales is None else self.scales.key
-        return (fixed, a.shape, a.dtype, a.get_device(), shapes, scaled, len(self.more), *self.extras)
+        summed = len(self.more), self.weight_gradients
+        return (fixed, a.shape, a.dtype, a.get_device(), shapes, scaled, summed, *self.extras)
 
     def describe(self) -> str:
         k, n = f"K: {self.a.shape[1]}", f"N: {self.bs[0].shape[1]}"
@@ -246,6 +253,7 @@ class MatmulCall(Call):
         extras = "".join([f"with {name}: yes\n" for name in self.extras])
         scaled = "" if self.scales is None else self.scales.describe()
         summed = "their products are added up: yes\n" if self.more else ""
+        summed += f"gradients of weights, x {self.weight_gradients}: yes\n" if self.weight_gradients else ""
         return (
             f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\n"
             f"number of b: {len(self.bs)}\n{summed}"
@@ -285,6 +293,7 @@ class MatmulCall(Call):
             b_sizes=() if regular else shares,
             addends=tuple(self.extras),  # type: ignore[arg-type]
             products=1 + len(self.more),
+            weight_gradients=self.weight_gradients,
         )
 
     def _column_problem(self, world_size: int) -> ColumnProblem:

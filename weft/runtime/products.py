@@ -137,6 +137,7 @@ class Products:
         if scales is not None:
             self._scaled.multiply(a, b, out, scales)
             return
+        a, b, out = _by_rows(a, b, out)
         key = self._key(a, b, out, accumulate)
         if key is not None and a.is_cuda and current_device() != self._index:  # the calling thread has not set its device
             with torch.cuda.device(self._index):
@@ -167,6 +168,7 @@ class Products:
 
         It is valid as long as torch's settings are (`settings`), and runs on torch's current stream and device.
         """
+        a, b, out = _by_rows(a, b, out)
         chosen = self._chosen.get(self._key(a, b, out, accumulate))
         if chosen is not None and chosen.product is not None and chosen.algorithm is not None:
             first, second, third = (tensors.number(one.data_ptr()) for one in (a, b, out))
@@ -215,6 +217,11 @@ class Products:
             best = best if us[best] <= GAIN * torch_us else None
         choice = _choice(a, b, out, accumulate, torch_us, tuple(us), best)
         return _Chosen(choice, product, None if best is None else found[best])
+
+
+def _by_rows(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a product whose result is stored by rows: the same, or its transpose."""
+    return (b.t(), a.t(), out.t()) if out.stride(0) == 1 < out.stride(1) else (a, b, out)
 
 
 def fastest(torch_us: float | None, us: list[float]) -> int | None:

@@ -200,7 +200,9 @@ class Programs:
         if known.rows:
             assert isinstance(call, MatmulCall)
             found = cut(found, call, self.rank_group.rank, self.rank_group.world_size)
-        if known.empty:  # matrices of the rows that were multiplied have no columns
+        if known.empty:  # matrices of the rows that were multiplied have no columns, and gradients of weights no rows
+            if "gradients" in found:
+                found = {**found, "gradients": [one[:0] for one in found["gradients"]]}
             return {name: [one[:, :0] for one in some] if name in _MULTIPLIED else some for name, some in found.items()}
         return found
 

@@ -80,7 +80,9 @@ class Family:
         return f"{self.name}: {self.summary} [{self.source}]"
 
 
-def _all_reduces_on_equal_nodes(problem: Problem) -> str:
+def _fits_nodes(problem: Problem) -> str:
+    if problem.weight_gradients == "shard" and problem.nodes:
+        return "its messages and NCCL's gather of x could wait for each other; use sequential"
     uneven = problem.op == "matmul_all_reduce" and len(set(problem.nodes)) > 1
     return f"its all-reduce needs nodes of one size, not of {problem.nodes}; use sequential" if uneven else ""
 
@@ -242,7 +244,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="node_slices",
-            unfit=_all_reduces_on_equal_nodes,
+            unfit=_fits_nodes,
             traits=FamilyTraits("tiles", "push_copies", "tile_stores"),
             summary="stores and copies within a node; between nodes, slices that are sent when their last tile is done",
             source="fused computation-collectives",
@@ -342,6 +344,8 @@ def unfit(name: str, problem: Problem) -> str:
     if problem.scaling is not None and problem.scaling.quantises and not FAMILIES[name].quantises:
         quantising = ", ".join(one.name for one in FAMILIES.values() if one.quantises)
         return f"schedule is {name!r}, which sends rows unquantised; schedules that quantise a are {quantising}"
+    if problem.weight_gradients and FAMILIES[name].registered:
+        return f"schedule is {name!r}, which was registered for calls without gradients of weights"
     reason = FAMILIES[name].unfit(problem)
     return f"schedule is {name!r}: {reason}" if reason else ""
 

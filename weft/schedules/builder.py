@@ -152,6 +152,7 @@ class Builder:
         *,
         float32: bool = False,
         operand: Literal["", "a", "b"] = "",
+        by_columns: bool = False,
     ) -> None:
         """Add a buffer.
 
@@ -160,7 +161,7 @@ class Builder:
         """
         height, width = ([size] * self.world_size if isinstance(size, int) else size for size in (rows, cols))
         scaled = operand if self.problem.scaling is not None and not (name == "a" and self.quantises) else ""
-        self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32, scaled)
+        self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32, scaled, by_columns)
 
     def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:
         """Return a region of a buffer; by default all rows and columns."""

@@ -10,12 +10,17 @@ Buffers of rank r
     mine     local                  node_slices: the node's sum of these rows
     theirs   local      q*m_r x N   node_slices: the sums of each of the q other nodes for r's shard
     out      output     m_r x N     the sum over ranks, in the order of ranks, in float32, rounded once
+    x        input      M x N       where the gradients of weights are asked for; m_r x N if ranks have shards of it
+    x_full   symmetric  M x N       x of all ranks, if they have shards of it
+    gradients  output   N x k_r     x^T @ a, stored by columns, as the weights are
 
 Flags of rank r (who signals ~> who waits)
     made[i]@r      r's compute lane ~> r's copy lane: piece i of the product is in `partial`
     arrived[i]@r   a peer's copy lane, or its GEMM ~> r's reduction: the peer's piece i is in recv (or in its partial)
     turn[i]@r      a peer's copy lane ~> r's copy lane: the copy to the owner of piece i that comes before r's has ended
     handed[i]@r, summed[i]@r, landed[i]@r   node_slices: as arrived, as made, and r's network lane ~> r's compute lane
+    x_here[p]@r    p's copy lane ~> r's compute lane: the shard of p is in x_full
+    x_free[p]@r    p's compute lane ~> r's copy lane: p has multiplied the x_full of the call before
     free[p]@r      p's compute lane ~> r's steps that write for p: p has read its peers' pieces for the last time in this call.
                    Where copies take turns, only r = p - 1 gets it. All other copies to p come after r's first copy
 
@@ -32,6 +37,10 @@ a copy that is late shares the owner's port with the next rank's copy. Then both
 to the same owner: on 8 x H200, copies of 8 MiB took up to 124 us instead of 24. With turns, only the first sender waits for
 `free`. Turns cost two flag operations a copy, and a rank that is late delays the senders after it. With fan_out there are no
 turns, because each pair of ranks has a link then.
+
+The gradients of weights need no exchange of their own, and their product needs nothing of this call but x. So it comes after
+everything that peers wait for and before everything that waits for peers: the exchange runs beside it. In
+uniform_fused_1d with one chunk the whole exchange does, so that no other product is cut. A shard of x is sent first, beside the product a @ b.
 
 In track_and_trigger and direct_store the owner's GEMM also reduces: the tiles of its own shard come last, and add the peers'
 rows to their product before they round it. They wait for `arrived` after their multiplication (late gates).
@@ -52,6 +61,7 @@ from weft.core.schedule import (
     Copy,
     Flag,
     FusedCollective,
+    Gemm,
     Part,
     Receive,
     Reduce,
@@ -76,6 +86,7 @@ class _Scatter(Builder):
     For matmul_all_reduce, the result of the reduce-scatter, including the addends of its rows, is in `mine`. NCCL gathers it.
 
     copies: `copy_in_turn` writes all that peers receive. If an owner has one port for several peers, these copies take turns.
+    gather_by: what gathers x, if ranks have shards of it.
     """
 
     def __init__(
@@ -85,8 +96,11 @@ class _Scatter(Builder):
         partial: Literal["local", "symmetric"] | None = "local",
         recv: bool = True,
         copies: bool = False,
+        gather_by: Literal["copies", "nccl"] = "copies",
     ) -> None:
         super().__init__(request)
+        self.gather_by = gather_by
+        self._with_gradients = set[int]()
         self.take_turns = copies and request.shared_port
         m, n = self.problem.m, self.problem.n
         self.divide_by = self.world_size if self.problem.reduce_op == "avg" else 1
@@ -104,6 +118,41 @@ class _Scatter(Builder):
             for addend in self.problem.addends:
                 self.add_buffer(addend, "input", m if addend == "residual" else 1, n)
         self.add_buffer("out", "output", m if self.gathers else self.shard_rows, n)
+        if self.problem.weight_gradients:
+            sharded = self.problem.weight_gradients == "shard"
+            self.add_buffer("x", "input", self.shard_rows if sharded else m, n)
+            if sharded:
+                self.add_buffer("x_full", "symmetric", m, n)
+            self.add_buffer("gradients", "output", n, inner, by_columns=True)
+            for rank in self.ranks if sharded else ():
+                self._gather_x(rank)
+
+    def _gather_x(self, rank: int) -> None:
+        """Add what sends this rank's shard of x to its peers. It comes before all other steps of its lane."""
+        own = self.region("x", rank)
+        if self.gather_by == "nccl":
+            self.add_steps(rank, "compute", Collective("all_gather", own, self.region("x_full", rank)))
+            return
+        for peer in self.peers(rank) if own.size else ():
+            there, free = self.region("x_full", peer, self.problem.shards[rank]), Flag("x_free", rank, peer)
+            lane = self.copy_lane(peer)
+            self.add_steps(rank, lane, Wait(free, on_previous_call=True), Copy(own, there), Signal(Flag("x_here", peer, rank)))
+
+    def add_weight_gradients(self, rank: int) -> None:
+        """Add the product of the weights' gradients to the compute lane, if the problem has them. Without this it comes last."""
+        problem = self.problem
+        if not problem.weight_gradients or rank in self._with_gradients:
+            return
+        self._with_gradients.add(rank)
+        copied = problem.weight_gradients == "shard" and self.gather_by == "copies"
+        senders = [peer for peer in self.peers(rank) if self.shard_rows[peer]] if copied else []
+        if copied and (own := self.region("x", rank)).size:
+            self.add_steps(rank, "compute", Copy(own, self.region("x_full", rank, problem.shards[rank])))
+        self.add_steps(rank, "compute", *(Wait(Flag("x_here", rank, peer)) for peer in senders))
+        x = self.region("x_full" if problem.weight_gradients == "shard" else "x", rank)
+        if (out := self.region("gradients", rank)).size:
+            self.add_steps(rank, "compute", Gemm(self.region("a", rank), (Part(x, out),), transposed=True))
+        self.add_steps(rank, "compute", *(Signal(Flag("x_free", peer, rank)) for peer in senders))
 
     def slot(self, src: int, shard: int, rows: Span1D, cols: Span1D | None = None) -> Region:
         """Return the region of the owner's recv where rank `src` stores global rows of `shard`."""
@@ -205,12 +254,19 @@ class _Scatter(Builder):
         self.add_reduce(rank, [self.make_sum(rank, p.index, p.rows) for p in self.pieces[rank]])
 
     def add_gemm_with_sums(self, rank: int, remote: Iterable[Part]) -> None:
-        """Add one GEMM: the parts that peers own, then the own shard, whose tiles add what has arrived from peers."""
+        """Add one GEMM: the parts that peers own, then the own shard, whose tiles add what has arrived from peers.
+
+        The gradients of weights come between the two, which are then two GEMMs.
+        """
         own = []
         for piece in self.pieces[rank]:
             adds = tuple(self.slot(src, rank, piece.rows) for src in self.ranks if src != rank)
             a, out = self.region("a", rank, piece.rows), self.own_out(rank, piece.rows)
             own.append(Part(a, out, self.make_arrival_waits(rank, piece.index), adds=adds))
+        if self.problem.weight_gradients:
+            self.add_gemm(rank, remote)
+            self.add_weight_gradients(rank)
+            remote = ()
         self.add_gemm(rank, (*remote, *own), divide_by=self.divide_by)
         if own:
             self.signal_read(rank)
@@ -219,6 +275,11 @@ class _Scatter(Builder):
         """Add the kernel that sums all ranks' products of the own shard."""
         out = self.region("out", rank)
         self.add_steps(rank, "compute", FusedCollective("reduce_scatter", factors, out, divide_by=self.divide_by))
+
+    def build_schedule(self) -> Schedule:
+        for rank in self.ranks:
+            self.add_weight_gradients(rank)
+        return super().build_schedule()
 
     def finish(self) -> Schedule:
         """Gather the sums if all ranks need them, and build the schedule."""
@@ -229,7 +290,7 @@ class _Scatter(Builder):
 
 def sequential(request: Request) -> Schedule:
     """Run one GEMM, then NCCL's reduce-scatter."""
-    s = _Scatter(request, partial="symmetric")
+    s = _Scatter(request, partial="symmetric", gather_by="nccl")
     for rank in s.ranks:
         s.add_gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         s.add_steps(
@@ -258,6 +319,7 @@ def sequential_stores(request: Request) -> Schedule:
         pieces = s.by_step(rank)
         s.wait_for_free(rank, [piece.shard for piece in pieces], "compute")
         s.copy_to_peers(rank, [s.make_store(rank, piece.shard, 0, piece.rows) for piece in pieces], "compute")
+        s.add_weight_gradients(rank)
         s.add_reduce_of_pieces(rank)
     return s.build_schedule()
 
@@ -272,6 +334,7 @@ def unfused(request: Request) -> Schedule:
             s.add_steps(rank, "compute", Signal(s.made(rank, piece)))
         s.copy_pieces_to_owners(rank, made=True)
         s.add_gemm(rank, s.own_shard(rank))
+        s.add_weight_gradients(rank)
         s.add_reduce_of_pieces(rank)
     return s.finish()
 
@@ -289,6 +352,7 @@ def fused(request: Request, *, uniform: bool) -> Schedule:
         s.copy_pieces_to_owners(rank, made=False)
         if not uniform:
             s.add_gemm(rank, s.own_shard(rank))
+        s.add_weight_gradients(rank)
         s.add_reduce_of_pieces(rank)
     return s.build_schedule()
 
@@ -311,6 +375,7 @@ def fused_2d(request: Request) -> Schedule:
                 store = s.make_store(rank, peer, index, s.problem.shards[peer], cols)
                 s.copy_in_turn(rank, store, index, len(slices))
         rows = s.problem.shards[rank]
+        s.add_weight_gradients(rank)
         s.add_reduce(rank, [s.make_sum(rank, i, rows, cols) for i, cols in enumerate(slices)] if s.pieces[rank] else [])
     return s.build_schedule()
 
@@ -349,6 +414,7 @@ def pulled(request: Request) -> Schedule:
             gates, arrived = (s.make_free_wait(rank, piece.shard),), s.arrived(piece.shard, rank, piece.index)
             parts.append(Part(s.region("a", rank, piece.rows), here, gates, arrived))
         s.add_gemm(rank, parts + s.own_shard(rank))
+        s.add_weight_gradients(rank)
         s.add_reduce_of_pieces(rank)
     return s.build_schedule()
 
@@ -358,7 +424,7 @@ class _Slices(_Scatter):
     sum."""
 
     def __init__(self, request: Request) -> None:
-        super().__init__(request)
+        super().__init__(request, gather_by="nccl")
         heights = [sum(self.shard_rows[q] for q in self.carried(r)) for r in self.ranks]
         self.add_buffer("handed", "symmetric", [len(self.peers(r)) * heights[r] for r in self.ranks], self.problem.n)
         self.add_buffer("mine", "local", heights, self.problem.n)
@@ -428,6 +494,7 @@ def sliced(request: Request) -> Schedule:
         for index in range(s.chunks):
             s.exchange_between_nodes(rank, index)
         s.add_gemm(rank, [s.part_stored_at_owner(rank, piece) for piece in s.by_step(rank)] + s.own_shard(rank))
+        s.add_weight_gradients(rank)
         for piece in s.pieces[rank]:
             srcs = (*s.regions_of_node(rank, piece), *(s.theirs(rank, node, piece) for node in s.other_nodes(rank)))
             s.add_steps(rank, "compute", Wait(Flag("landed", rank, piece.index)), *s.make_arrival_waits(rank, piece.index))

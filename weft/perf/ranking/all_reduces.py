@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from weft.perf.lanes import ComputeLane, Rank
+from weft.perf.lanes import ComputeLane, CopyLanes, Rank
 from weft.perf.ranking.scatters import overlapped_scatter_ends
 from weft.perf.terms import collective_us, hbm_us, padded_us, streamed_cost, whole_collective_us
 from weft.schedules.matmul_all_reduce import ONE_HOP_BYTES
@@ -18,7 +18,11 @@ def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
         cost, fixed_us = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
     else:
         cost, fixed_us = rank.library_gemm(rank.rows), 0.0
-    return rank.launch_us + fixed_us + cost.busy_us * rank.power_slowdown(0.0, cost) + _exchange_us(rank, hops)
+    lane, lanes = ComputeLane(rank), CopyLanes(rank, 1, matmul_us=rank.matmul_us)
+    x_at_us = lanes.enqueue_x()
+    lane.free_at_us = rank.launch_us + fixed_us + cost.busy_us * rank.power_slowdown(0.0, cost) + _exchange_us(rank, hops)
+    lane.enqueue_weight_gradients(x_at_us=x_at_us)
+    return lane.free_at_us
 
 
 def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:

@@ -6,7 +6,7 @@ Slices cross the network one after the other, concurrently with the matmul or lo
 from __future__ import annotations
 
 from weft.core.problem import COLUMN_OPS, EXCHANGES, GATHERS, LOOKUP_OPS
-from weft.perf.lanes import Rank
+from weft.perf.lanes import ComputeLane, Rank
 from weft.perf.terms import collective_us, gathered_bytes, hbm_us
 
 
@@ -32,4 +32,6 @@ def estimate_across_nodes_us(rank: Rank, slices: int) -> float:
             computed_at_us += rank.launch_us + compute_us
             crossed_at_us = max(crossed_at_us, computed_at_us + rank.flag_us) + crossing_us
     exchange_us = collective_us(machine, "all_gather", rank.shard_bytes, rank.node_ranks)
-    return max(computed_at_us, crossed_at_us) + exchange_us + rank.flag_us
+    lane = ComputeLane(rank, computed_at_us)
+    lane.enqueue_weight_gradients()
+    return max(lane.free_at_us, crossed_at_us) + exchange_us + rank.flag_us

@@ -9,7 +9,7 @@ from weft.core.problem import ColumnProblem
 from weft.perf.lanes import ComputeLane, CopyLanes, LaneEnds, Rank, chunk_lengths
 from weft.perf.ranking.steps import step_matmul
 from weft.perf.ranking.tile_kernels import tile_kernel_ends
-from weft.perf.terms import hbm_us, padded_us, whole_collective_us
+from weft.perf.terms import collective_us, hbm_us, padded_us, whole_collective_us
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 from weft.schedules.traits import FamilyTraits
 
@@ -21,6 +21,11 @@ def estimate_scatter_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
 
 def _sequential_us(rank: Rank, family: FamilyTraits) -> float:
     problem, machine, lane = rank.problem, rank.machine, ComputeLane(rank)
+    x_at_us = 0.0
+    if problem.weight_gradients == "shard" and family.scatter == "nccl":
+        lane.free_at_us = collective_us(machine, "all_gather", rank.shard_bytes, problem.world_size, problem.nodes)
+    elif problem.weight_gradients:
+        x_at_us = CopyLanes(rank, 1, matmul_us=rank.matmul_us).enqueue_x()
     pulls, by_columns = problem.op != "matmul_reduce_scatter", isinstance(problem, ColumnProblem)
     if family.scatter == "store_kernel" and pulls:
         lane.enqueue_wait(0.0)
@@ -28,7 +33,9 @@ def _sequential_us(rank: Rank, family: FamilyTraits) -> float:
         lane.enqueue_matmul(rank.library_gemm(rank.shard_rows if by_columns else rank.rows))
     if family.scatter == "nccl":
         padding_us = 0.0 if pulls else padded_us(machine, "reduce_scatter", problem, rank.node_ranks * rank.shard_bytes)
-        return lane.free_at_us + whole_collective_us(machine, problem) + padding_us
+        lane.free_at_us += whole_collective_us(machine, problem) + padding_us
+        lane.enqueue_weight_gradients()
+        return lane.free_at_us
     stores_us, shard_us = rank.stores_us(rank.shard_bytes), hbm_us(machine, rank.shard_bytes)
     if pulls:
         lane.enqueue_wait(0.0)
@@ -39,6 +46,7 @@ def _sequential_us(rank: Rank, family: FamilyTraits) -> float:
         lane.enqueue_wait(0.0)
         lane.enqueue_kernel(rank.flag_us)
     lane.enqueue_kernel(stores_us + rank.latency_us() + (rank.node_ranks + 1) * shard_us)
+    lane.enqueue_weight_gradients(x_at_us=x_at_us)
     return lane.free_at_us
 
 
@@ -50,6 +58,7 @@ def overlapped_scatter_ends(rank: Rank, family: FamilyTraits, chunks: int) -> La
     lengths = chunk_lengths(rank.columns if family.matmul == "per_slice" else rank.shard_rows, chunks)
     lane = ComputeLane(rank)
     lanes = CopyLanes(rank, len(lengths), one=family.one_lane, take_turns=reduces, matmul_us=rank.matmul_us)
+    x_at_us = lanes.enqueue_x()
     if not reduces:
         lane.enqueue_wait(0.0)
     shares = [length / sum(lengths) for length in lengths]
@@ -84,6 +93,7 @@ def overlapped_scatter_ends(rank: Rank, family: FamilyTraits, chunks: int) -> La
     if not reduces:
         lanes.enqueue_all_read()
         return LaneEnds(lane.free_at_us, lanes.joined_at_us)
+    lane.enqueue_weight_gradients(lanes.load(rank.shard_bytes / max(1, len(lengths))), x_at_us)
     lane.enqueue_kernel(0.0)
     for chunk_at_us, share in zip(arrive_at_us, shares, strict=True):
         add_us = hbm_us(rank.machine, (rank.node_ranks + 1) * rank.shard_bytes * share)

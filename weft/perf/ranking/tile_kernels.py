@@ -30,15 +30,21 @@ def tile_kernel_ends(rank: Rank, family: FamilyTraits, lengths: Sequence[int]) -
     reduces = op == "matmul_reduce_scatter"
     kernels = _TileKernels(rank, family, lengths)
     lane, lanes = kernels.lane, kernels.lanes
+    x_at_us = lanes.enqueue_x()
     pieces = [(index, distance) for index in range(len(lengths)) for distance in rank.distances]
     if op == "matmul_all_to_all_columns":  # one kernel for each destination, and one for the rank's own rows
         pieces.sort(key=lambda piece: (piece[1], piece[0]))
         for distance in rank.distances:
             kernels.enqueue_kernel([piece for piece in pieces if piece[1] == distance], ())
         lane.enqueue_matmul(rank.library_gemm(rank.shard_rows))
+    elif rank.problem.weight_gradients and family.scatter != "load_kernel":  # the own tiles are a kernel of their own
+        kernels.enqueue_kernel(pieces, ())
+        lane.enqueue_weight_gradients(lanes.load(kernels.piece_bytes(0)), x_at_us)
+        cost, tile_us = kernels.enqueue_kernel((), lengths)
     else:
         cost, tile_us = kernels.enqueue_kernel(pieces, lengths if reduces else (rank.shard_rows,))
     if family.scatter == "load_kernel":
+        lane.enqueue_weight_gradients(x_at_us=x_at_us)
         kernels.enqueue_load_and_add()
         return LaneEnds(lane.free_at_us, 0.0)
     if reduces:
@@ -66,7 +72,7 @@ class _TileKernels:
         self.lanes = CopyLanes(rank, len(lengths), one=one, take_turns=take_turns, matmul_us=rank.matmul_us)
         self.arrive_at_us: dict[Piece, float] = {}
         self._link_free_at_us: dict[int, float] = {}
-        self._copies_begin_at_us, self._multiplied_us = math.inf, 0.0
+        self._copies_begin_at_us = math.inf
 
     def piece_bytes(self, index: int) -> float:
         """Return the bytes of a piece of a chunk."""
@@ -78,8 +84,8 @@ class _TileKernels:
         of_peers = [Arriving(self.lengths[index], rank.columns, False, (rank.inner,), stores) for index, _ in pieces]
         of_own = [Arriving(rows, rank.columns, False, (rank.inner,)) for rows in own_rows]
         cost = rank.weft_gemm([*of_peers, *of_own], counts_tiles=True)
-        tile_us = cost.tile_us * rank.power_slowdown(self._multiplied_us, cost)
-        self._multiplied_us += cost.speed * cost.busy_us
+        tile_us = cost.tile_us * rank.power_slowdown(self.lane.multiplied_us, cost)
+        self.lane.multiplied_us += cost.speed * cost.busy_us
         begins_at_us, tiles_done, stalls_us = self.lane.free_at_us + rank.launch_us, 0, 0.0
         copy_slowdown = rank.copy_slowdown(cost, self._load.gbps)
         for piece, tiles in zip(pieces, cost.tiles, strict=False):
