@@ -113,7 +113,9 @@ def _backward_of_a_gather(keep: bool, view: bool) -> None:
         passed = a.view(-1, 1, K) if view else a
         rows = ROWS[dist.get_world_size()]
         outs = weft.all_gather_matmul(passed, [one.t() for one in weights], rows=rows, keep_gathered=keep)
-        return list(torch.autograd.grad(outs, [a, *weights], [one.view(out.shape) for one, out in zip(grads, outs, strict=True)]))
+        return list(
+            torch.autograd.grad(outs, [a, *weights], [one.view(out.shape) for one, out in zip(grads, outs, strict=True)])
+        )
 
     with (
         mock.patch.object(tensor_parallel, "_all_gather_matmul_backward", counted),
@@ -246,13 +248,13 @@ def test_the_product_of_another_input_is_not_the_gradient() -> None:
 
 def test_one_chunk_hides_the_whole_exchange_beside_the_gradients() -> None:
     """No product is cut, and the copies run beside the weights' product."""
-    problem = Problem(
-        op="matmul_reduce_scatter", m=8192, n=4096, k=28672, world_size=2, products=2, weight_gradients="whole"
-    )
+    problem = Problem(op="matmul_reduce_scatter", m=8192, n=4096, k=28672, world_size=2, products=2, weight_gradients="whole")
     machine = load("h200x8")
     schedule = schedules.build(problem, "uniform_fused_1d", 1)
     assert [len(step.parts) for step in steps_of(Gemm, schedule.ranks[0])] == [2, 1]
-    hidden, sequential = (run(schedules.build(problem, name, 1), machine).total_us for name in ("uniform_fused_1d", "sequential"))
+    hidden, sequential = (
+        run(schedules.build(problem, name, 1), machine).total_us for name in ("uniform_fused_1d", "sequential")
+    )
     alone = run(schedules.build(replace(problem, weight_gradients=""), "sequential"), machine).total_us
     without_exchange = run(schedules.build(replace(problem, world_size=1, k=14336), "sequential"), machine).total_us
     assert sequential > alone

@@ -190,7 +190,8 @@ def gemm_fault(step: Gemm, part: Part) -> str:
             return "a product of a^T has one part, which waits, counts and adds nothing, and stores on its rank"
         rows, inner = inner, rows
     if inner != inner_b:
-        return f"{part.a} has {inner} {'rows' if step.transposed else 'columns'} but {step.b} has {inner_b} rows; a product needs them equal"
+        along = "rows" if step.transposed else "columns"
+        return f"{part.a} has {inner} {along} but {step.b} has {inner_b} rows; a product needs them equal"
     if part.out.shape != (rows, cols):
         return f"{part.out} has shape {part.out.shape}; the product of {part.a} and {step.b} has {(rows, cols)}"
     for add in part.adds:

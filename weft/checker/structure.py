@@ -296,7 +296,9 @@ class Compiler:
         self.plain(part.out, *part.adds)
         if step.accumulate and not (self.all_wide or self.buffers[part.out.buffer].float32):
             self.fail(f"{part.out} is added to but is not a float32 buffer; it would be rounded at every step")
-        action = self.action(_OF_TRANSPOSE if step.transposed else _GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate)
+        action = self.action(
+            _OF_TRANSPOSE if step.transposed else _GEMM, (a, b), out, part.gates, part.count, accumulate=step.accumulate
+        )
         if part.inner:
             return self.sliced(action, part, a)
         return self.adding(action, part, step.divide_by, out) if part.adds else action

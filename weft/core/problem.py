@@ -198,9 +198,9 @@ class Problem:
     addends: the tensors that matmul_all_reduce adds to the sum over ranks, in the order of ADDENDS.
     products: how many products each rank of an operator of REDUCTIONS adds up. Their a are side by side along K, and their b
     one below the other; k is of all of them.
-    weight_gradients: matmul_reduce_scatter also returns x^T @ a, N x K, for another input x, M x N. If out is the gradient of the
-    a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of x.
-    With "shard" it has its shard of x's rows, which are gathered.
+    weight_gradients: matmul_reduce_scatter also returns x^T @ a, N x K, for another input x, M x N. If out is the gradient of
+    the a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of
+    x. With "shard" it has its shard of x's rows, which are gathered.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
     MOST_WORLD), or inconsistent sizes.
@@ -412,7 +412,7 @@ class Problem:
 
     def __str__(self) -> str:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
-        flags += f" of {self.products} products" * (self.products > 1) 
+        flags += f" of {self.products} products" * (self.products > 1)
         flags += f" +gradients of weights, x {self.weight_gradients}" if self.weight_gradients else ""
         flags += "".join(f" +{name}" for name in self.addends) + _on_nodes(self.nodes)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self._dtypes} world_size={self.world_size}{flags}"

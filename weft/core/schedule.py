@@ -205,7 +205,7 @@ class Gemm:
 
     accumulate: add to out instead of overwriting it. Then no part has adds.
     divide_by: world_size for an average. It applies only to parts with adds, because the results of other parts are partial.
-    transposed: out = a^T @ b. Then it has one part, which waits for nothing, counts nothing, adds nothing, and stores on its rank.
+    transposed: out = a^T @ b. Then it has one part, which waits for, counts and adds nothing, and stores on its rank.
     """
 
     TAGGED: ClassVar[bool] = True
@@ -567,8 +567,8 @@ class Buffer:
         them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that
         accesses a region accesses both, and a flag covers both.
 
-    by_columns: its elements are stored column by column: the caller's tensor is the transpose of the buffer. Only products write
-        such a buffer, and nothing reads it.
+    by_columns: its elements are stored column by column: the caller's tensor is the transpose of the buffer. Only products
+        write such a buffer, and nothing reads it.
     """
 
     name: str

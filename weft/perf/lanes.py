@@ -183,7 +183,6 @@ class ComputeLane:
             self.matmul_begins_at_us, cost.busy_us * slowdown, load, self.rank.copy_slowdown(cost, load.gbps)
         )
 
-
     def enqueue_weight_gradients(self, load: CopyLoad = NO_COPIES, x_at_us: float = 0.0) -> None:
         """Run the matmul of the weights' gradients, if the problem has them. x_at_us: when all shards of x have arrived."""
         rank = self.rank

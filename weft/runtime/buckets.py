@@ -15,8 +15,8 @@ piece is padded separately:
     a         piece: its rows | as many more as make it as high as the bucket's      one copy
     result    piece: its rows | cut off                                              one copy, and none where there is one piece
 
-Rows are multiplied independently, so padding may contain any values. It is zeros where rows are also summed, for the gradients of
-weights.
+Rows are multiplied independently, so padding may contain any values. It is zeros where rows are also summed, for the gradients
+of weights.
 """
 
 from __future__ import annotations

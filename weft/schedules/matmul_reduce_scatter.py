@@ -39,8 +39,9 @@ to the same owner: on 8 x H200, copies of 8 MiB took up to 124 us instead of 24.
 turns, because each pair of ranks has a link then.
 
 The gradients of weights need no exchange of their own, and their product needs nothing of this call but x. So it comes after
-everything that peers wait for and before everything that waits for peers: the exchange runs beside it. In
-uniform_fused_1d with one chunk the whole exchange does, so that no other product is cut. A shard of x is sent first, beside the product a @ b.
+everything that peers wait for and before everything that waits for peers: the exchange runs during it. In
+uniform_fused_1d with one chunk the whole exchange does, so that no other product is cut. A shard of x is sent first, during the
+product a @ b.
 
 In track_and_trigger and direct_store the owner's GEMM also reduces: the tiles of its own shard come last, and add the peers'
 rows to their product before they round it. They wait for `arrived` after their multiplication (late gates).
@@ -139,7 +140,7 @@ class _Scatter(Builder):
             self.add_steps(rank, lane, Wait(free, on_previous_call=True), Copy(own, there), Signal(Flag("x_here", peer, rank)))
 
     def add_weight_gradients(self, rank: int) -> None:
-        """Add the product of the weights' gradients to the compute lane, if the problem has them. Without this it comes last."""
+        """Add the product of the weights' gradients to the compute lane, if the problem has them. It comes last by default."""
         problem = self.problem
         if not problem.weight_gradients or rank in self._with_gradients:
             return
