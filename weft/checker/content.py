@@ -2,8 +2,8 @@
 
 A content describes element (i, j) of its buffer by a displacement, so cutting a rectangle does not change it:
 
-    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" and "X" are the same for B and X, "X^T" for the transpose of
-                                X; "P" is the pooled result of a lookup
+    ("A", dr, dc)               A[i + dr, j + dc] of the global A; "B" and "X" are the same for B and X, and "X^T" for the
+                                transpose of X; "P" is the pooled result of a lookup
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("XA", dr, dc, ks, div)     the same of X^T and A, which are gradients of weights
     ("?", why)                  a value that no result may hold

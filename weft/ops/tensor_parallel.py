@@ -14,7 +14,7 @@ The backward of each is the other one, overlapped with its matmul as in the forw
     matmul_reduce_scatter   grad_a = all_gather(grad_out) @ b^T          grad_b = a^T @ all_gather(grad_out)
 
 The gradient of an all_gather_matmul's b needs no exchange of its own, so its product can run during the exchange of grad_a.
-Both are one call of matmul_reduce_scatter with the gradients of weights (weft.core.problem), whose schedules say what runs when:
+Both are one call of matmul_reduce_scatter with gradients of weights (weft.core.problem), whose schedules say what runs when:
 
     weft::all_gather_matmul_backward(grads [M, n]..., bs^T [n, K]..., x [M, K] or [m, K], ...)   -> [grad_a [m, K], grad_b^T...]
 """

@@ -323,8 +323,8 @@ class BoundProgram(ABC):
         invalidated: Sequence[torch.Tensor] = (),
         spans: list[Span] | None = None,
     ) -> Outputs:
-        """Run a call, and return the output buffers by name: `out` as one matrix for each b, the gradients of weights as one for
-        each a.
+        """Run a call, and return the output buffers by name: `out` as a matrix for each b, gradients of weights as one for each
+        a.
 
         outputs: the caller's tensors, contiguous. By default new ones are allocated.
         reached: the tensors of every rank, by rank, for outputs that peers write.
