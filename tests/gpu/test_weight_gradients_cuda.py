@@ -76,6 +76,7 @@ def test_float32(pool: Ranks) -> None:
 @alarm(120)
 def _steps(keep: bool) -> None:
     """Steps of training with `auto`, which measures both; the gradients accumulate without a copy."""
+    weft.close()  # and forget the choices of other tests
     for rows in (2048, 300):
         case = Case(rows, 5, torch.bfloat16)
         weights = [torch.nn.Parameter(one) for one in case.weights]

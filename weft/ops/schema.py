@@ -29,6 +29,8 @@ def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[
     ends = accumulate(map(len, fields))
     places = [(hint, slice(end - len(_fields(hint)), end)) for hint, end in zip(hints.values(), ends, strict=True)]
     arguments = [f"{_type(hint)} {parameter}" for group in fields for parameter, hint in group.items()]
+    names = [parameter for group in fields for parameter in group]
+    assert len(names) == len(set(names)), f"weft::{name} has two arguments of one name, which Inductor refuses: {names}"
     tensors = sum(argument.startswith("Tensor") for argument in arguments)
     assert all(each.startswith("Tensor") for each in arguments[:tensors]), f"weft::{name} takes a tensor last: {arguments}"
     schema = f"{name}({', '.join(arguments)}) -> {result}"

@@ -367,7 +367,7 @@ class _Backward(NamedTuple):
     """_Backward holds the options of weft::all_gather_matmul_backward.
 
     unit: the flat rows of one entry of the gathered dimension.
-    x: "whole" if ranks pass the gathered a, "shard" if they pass their own.
+    given: "whole" if ranks pass the gathered a for x, "shard" if they pass their own.
     """
 
     group: str
@@ -375,12 +375,12 @@ class _Backward(NamedTuple):
     world_size: int
     unit: SymInt
     schedule: str
-    x: str
+    given: str
 
 
 def _backward(factors: list[torch.Tensor], bs: list[torch.Tensor], x: torch.Tensor, options: _Backward) -> MatmulCall:
-    (a, *more), (group, _, _, unit, schedule, kind) = factors, options
-    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit, "more": more, "x": x, "weight_gradients": kind}
+    (a, *more), (group, _, _, unit, schedule, given) = factors, options
+    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit, "more": more, "x": x, "weight_gradients": given}
     return matmul_call("matmul_reduce_scatter", a, bs, group, schedule, **how)
 
 
