@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 MODES = ("graph", "eager")
 
 
-def modes_of(text: str) -> str:
-    """--modes: of MODES, with commas. Nothing: the benchmark's own."""
+def modes_of(text: str, known: Sequence[str] = MODES) -> str:
+    """--modes: of the known ones, with commas. Nothing: the benchmark's own."""
     for mode in text.split(",") if text else ():
-        if mode not in MODES:
-            raise argparse.ArgumentTypeError(f"{mode!r} is none of {', '.join(MODES)}")
+        if mode not in known:
+            raise argparse.ArgumentTypeError(f"{mode!r} is none of {', '.join(known)}")
     return text
 
 

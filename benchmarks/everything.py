@@ -134,7 +134,14 @@ def make_parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "ficco_gemms": one("ficco_gemms", 70, "--collect", "--budget-s", "50"),
         "prefill": one("models", 100, "--part", "prefill", "--layers", "2", **cache),
         "decode": one("models", 80, "--part", "decode", "--layers", "2", **cache),
-        "training": one("models", 220, "--part", "training", **cache),
+        "training": one("training", 540, "--modes", "eager", **cache),
+        **{
+            f"training_compiled_{model}_{tokens}": one(
+                "training", 540, "--modes", "compiled", "--models", model, "--tokens", tokens, **cache
+            )
+            for model in ("llama3-8b", "llama3-70b", "qwen3-32b", "mixtral-8x7b")
+            for tokens in ("2048", "8192")
+        },
         "forward": one("models", 150, "--part", "forward", **cache),
         "moe": one("moe", 50),
         "iso": one("iso", 120),

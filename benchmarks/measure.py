@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 import weft
 from benchmarks import rows
-from benchmarks.checked_options import appended, count, modes_of
+from benchmarks.checked_options import MODES, appended, count, modes_of
 from benchmarks.rows import Row
 from weft.core import codec
 from weft.core.problem import CollectiveProblem, LookupProblem, Problem
@@ -225,7 +225,7 @@ def timed(runs: Mapping[str, Callable[[], None]], leads: Mapping[str, Work], rou
         alarm()
         for name, run in in_turn(runs, round_):
             turn += 1
-            torch.cuda.synchronize()
+            synchronize()
             dist.barrier()
             try:
                 sample = _once(run, leads.get(name))
@@ -247,9 +247,14 @@ def in_turn(runs: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
 
 
 def _once(run: Callable[[], None], lead: Work | None) -> tuple[float, float]:
-    """(GPU time, host time) in us."""
+    """(GPU time, host time) in us. Without a GPU both are the wall time."""
     for _ in range(_LEADS if lead else 0):
         lead()  # type: ignore[misc]
+    if not torch.cuda.is_available():
+        called_ns = time.perf_counter_ns()
+        run()
+        us = (time.perf_counter_ns() - called_ns) / 1e3
+        return us, us
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     called_ns = time.perf_counter_ns()
@@ -282,12 +287,28 @@ def _slowest(samples: Mapping[str, Sequence[tuple[float, float]]], repeat: int) 
     return found
 
 
+def step_bytes(work: Work, clear: Callable[[], None]) -> int | None:
+    """The bytes that torch's allocator hands out during a call, at most, above those in use before it; None without a GPU.
+    weft's symmetric buffers and NCCL's are not counted. clear: drops what a call leaves, before and after it."""
+    clear()
+    if not torch.cuda.is_available():
+        return None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    synchronize()
+    found = torch.cuda.max_memory_allocated() - before
+    clear()
+    return int(found)
+
+
 def close_to(expected: torch.Tensor, tolerance: float = 0.03) -> Callable[[str, torch.Tensor], None]:
     """A check: differences of at most `tolerance` of the expected tensor's largest element."""
     largest = float(expected.abs().max())
 
     def check(name: str, result: torch.Tensor) -> None:
-        worst = float((result.float() - expected).abs().max()) / largest
+        worst = float((result.detach().float() - expected).abs().max()) / largest
         if not worst <= tolerance:
             raise WrongResult(f"{name} is off by {worst:.3g} of the largest element; {tolerance} is allowed")
 
@@ -298,9 +319,9 @@ ALONE = ("computation/", "communication/")
 """Methods that do not give the result."""
 
 
-def check_of(expected: torch.Tensor, *, uncompared: tuple[str, ...] = ALONE) -> Check:
+def check_of(expected: torch.Tensor, *, uncompared: tuple[str, ...] = ALONE, tolerance: float = 0.03) -> Check:
     """A trial's check: `close_to` what is expected, but for methods whose names begin with one of `uncompared`."""
-    compare = close_to(expected)
+    compare = close_to(expected, tolerance)
 
     def check(name: str, result: object) -> None:
         if not name.startswith(uncompared):
@@ -309,12 +330,16 @@ def check_of(expected: torch.Tensor, *, uncompared: tuple[str, ...] = ALONE) -> 
     return check
 
 
-def parser(text: str | None, *, rounds: int, modes: str = "graph,eager") -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
+def parser(
+    text: str | None, *, rounds: int, modes: str = "graph,eager", known: Sequence[str] = MODES
+) -> argparse.ArgumentParser:
+    """The options that all benchmarks have. modes: the default of --modes. known: what it takes."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", type=appended, help="append a row for each case and mode (rows.py)")
     made.add_argument("--commit", default="", help="what the tree is, for the rows")
-    made.add_argument("--modes", type=modes_of, default=modes, help="of graph and eager, with commas (%(default)s)")
+    made.add_argument(
+        "--modes", type=partial(modes_of, known=known), default=modes, help=f"of {', '.join(known)} (%(default)s)"
+    )
     made.add_argument("--rounds", type=count, default=rounds, help="samples of each method (%(default)s)")
     return made
 

@@ -1,8 +1,8 @@
-"""What does a whole decoder gain, in training and in serving?
+"""What does a whole decoder gain in serving, and in the forward of a training step? training.py has the whole step.
 
 Layers of Llama 3 70B (decoder.py), bfloat16, random weights, tensor parallel over all ranks. Parts, one a run:
 
-    training   forward and backward of 1 x 8192 tokens, sequence parallel        forward   the forward of that alone
+    forward    of 1 x 8192 tokens, sequence parallel, with what a backward would need
     prefill    1 x 8192 and 1 x 2048 tokens, sequence parallel, without gradients
     decode     one token for each of 1, 8 and 32 sequences, whole on every rank, with caches of 4096 tokens
 
@@ -10,13 +10,13 @@ Methods: torch's styles over NCCL, eager ("torch") and compiled ("torch_compiled
 ("async_tp"; without it in decode, where it does nothing), or with weft's pass ("weft_pass"); weft's styles, eager and compiled
 ("weft", "weft_compiled"). All have the same weights. What is compiled is the whole decoder, by Inductor.
 
-Protocol: measure.py's. A call is a step of all layers; results (and gradients of the input, and of the first layer's weights)
-are compared with torch's before anything is timed. computation: a rank's part with no communication, eager; communication: all
-of a step's collectives by NCCL, one after the other; ideal: the larger. Traps: in mode eager, what is measured may be the
-host's time, host_us says; the first run compiles, and schedules are tried, so give WEFT_CACHE_DIR a folder of its own, and run
-twice: what the first one chose is taken over, as in no other benchmark.
+Protocol: measure.py's. A call goes through all layers; results are compared with torch's before anything is timed. computation:
+a rank's part with no communication, eager; communication: all collectives of a call by NCCL, one after the other; ideal: the
+larger. Traps: in mode eager, what is measured may be the host's time, host_us says; the first run compiles, and schedules are
+tried, so give WEFT_CACHE_DIR a folder of its own, and run twice: what the first one chose is taken over, as in no other
+benchmark but training.py.
 
-    torchrun --nproc-per-node 2 -m benchmarks.models --part training --json benchmarks/results/h200x2/models.jsonl
+    torchrun --nproc-per-node 2 -m benchmarks.models --part prefill --json benchmarks/results/h200x2/models.jsonl
     torchrun --nproc-per-node 4 -m benchmarks.models --part forward --layers 1 --methods torch,weft --profile docs/traces
 
 With --profile nothing is timed: a trace of each method (and of computation) goes to that folder, and times by kind are said
@@ -33,14 +33,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
 from benchmarks import measure, traces
 from benchmarks.decoder import Alone, Decoder, Plan, Sizes, torchs, wefts
-from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
+from benchmarks.measure import Work, check_of, parser, row, together, trial
 from benchmarks.rows import Row
 from benchmarks.runner import add_profile_option, get_profile_folder, run_parts
 
@@ -58,7 +58,6 @@ METHODS = {
 }
 """--methods, and their names in a row."""
 PARTS = {
-    "training": ((1, 8192),),
     "forward": ((1, 8192),),
     "prefill": ((1, 8192), (1, 2048)),
     "decode": ((1, 1), (8, 1), (32, 1)),
@@ -76,7 +75,6 @@ class Bench:
         torch.manual_seed(7)
         whole = torch.randn(batch, tokens, sizes.hidden, device="cuda", dtype=torch.bfloat16)
         self.x = whole if self.decode else whole.chunk(self.ranks, 1)[dist.get_rank()].contiguous()
-        self.grad = torch.randn_like(self.x)
         self._models: dict[str, Decoder] = {}
 
     def works(self, methods: Sequence[str]) -> dict[str, Work]:
@@ -97,7 +95,7 @@ class Bench:
         if kind not in self._models:
             torch.manual_seed(0)
             model = Decoder(self.sizes, **self._where)
-            plan = wefts(decode=self.decode) if kind == "weft" else torchs(decode=self.decode)
+            plan = (wefts if kind == "weft" else torchs)(self.sizes, decode=self.decode)
             self._models[kind] = self._sharded(model, plan)
         return self._models[kind]
 
@@ -116,30 +114,17 @@ class Bench:
 
     def _called(self, name: str) -> Any:
         model = self._model("weft" if name in ("weft", "weft_compiled") else "torch")
-        if name in ("torch", "weft"):
-            return model
-        if name == "weft_pass":
-            return torch.compile(model, options=weft.CompilePass().options, fullgraph=True, dynamic=False)
-        return torch.compile(model, backend=inductor(micro_pipeline=name == "async_tp"), fullgraph=True, dynamic=False)
+        return model if name in ("torch", "weft") else compile_for(name, model)
 
     def _step(self, model: Any) -> Work:
         if self.part in ("prefill", "decode"):
             return lambda: _without_gradients(model, self.x)
-        if self.part == "forward":
-            return lambda: model(self.x)
-        parameters = list(model.parameters())
-
-        def step() -> tuple[Tensor, ...]:
-            x = self.x.detach().requires_grad_()
-            out = model(x)
-            return out, *torch.autograd.grad(out, (x, *parameters), self.grad)
-
-        return step
+        return lambda: model(self.x)
 
     def _collectives(self) -> Work:
-        """A step's: for each layer and pass a gather and a scatter of [B, S, H] before and after each block, or all-reduces."""
+        """A step's: for each layer a gather and a scatter of [B, S, H] before and after each block, or all-reduces."""
         whole = self.x.new_empty(self.batch * self.tokens, self.sizes.hidden)
-        mine, calls = whole.chunk(self.ranks)[0].clone(), 2 * self.sizes.layers * (2 if self.part == "training" else 1)
+        mine, calls = whole.chunk(self.ranks)[0].clone(), 2 * self.sizes.layers
 
         def gather_and_scatter() -> None:
             for _ in range(calls):
@@ -159,6 +144,13 @@ def _without_gradients(model: Any, x: Tensor) -> Tensor:
         return found
 
 
+def compile_for(name: str, model: nn.Module, *, fullgraph: bool = True) -> Any:
+    """A model compiled as the method of METHODS has it."""
+    if name == "weft_pass":
+        return torch.compile(model, options=weft.CompilePass().options, fullgraph=fullgraph, dynamic=False)
+    return torch.compile(model, backend=inductor(micro_pipeline=name == "async_tp"), fullgraph=fullgraph, dynamic=False)
+
+
 def inductor(*, micro_pipeline: bool) -> Callable[..., Any]:
     """A backend of torch.compile: Inductor, with or without async TP. One a method, so that none runs another's code."""
 
@@ -170,40 +162,9 @@ def inductor(*, micro_pipeline: bool) -> Callable[..., Any]:
     return backend
 
 
-def checks(expected: object) -> Callable[[str, object], None]:
-    """Compare a step's result, and its first gradients, with torch's."""
-    compare = [(label, close_to(part.float(), TOLERANCE)) for label, part in _parts(expected)]
-
-    def check(name: str, result: object) -> None:
-        if not name.startswith(ALONE):
-            for (label, one), (_, part) in zip(compare, _parts(result), strict=True):
-                one(f"{name}: {label}", part)
-
-    return check
-
-
-def _parts(result: object) -> Iterator[tuple[str, Tensor]]:
-    """(what, this rank's part) of the result, the input's gradient, and those of the first layer."""
-    if isinstance(result, Tensor):
-        yield "result", result.detach()
-        return
-    assert isinstance(result, tuple)
-    yield "result", result[0].detach()
-    yield "gradient of the input", result[1]
-    for number, grad in enumerate(result[2:11]):
-        yield f"gradient of parameter {number}", _settled(grad)
-
-
-def _settled(grad: Tensor) -> Tensor:
-    """A weight's part; a norm's whole, which torch leaves as parts of a sum."""
-    if not isinstance(grad, DTensor):
-        return grad
-    return grad.full_tensor() if grad.dim() == 1 else grad.to_local()
-
-
 @cache
-def world() -> DeviceMesh:
-    return dist.init_device_mesh("cuda", (dist.get_world_size(),))
+def world(device: str = "cuda") -> DeviceMesh:
+    return dist.init_device_mesh(device, (dist.get_world_size(),))
 
 
 def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[Row]:
@@ -211,7 +172,8 @@ def measured(case: tuple[int, int], arguments: argparse.Namespace) -> Iterator[R
     mesh, part, (batch, tokens) = world(), arguments.part, case
     bench = Bench(mesh, part, batch, tokens, Sizes(layers=arguments.layers))
     works = bench.works(arguments.methods)
-    check = checks(together("torch", works["sequential/torch"]))
+    expected: Any = together("torch", works["sequential/torch"])
+    check = check_of(expected.detach().float(), tolerance=TOLERANCE)
     name = f"llama3-70b x {arguments.layers} layers, {part} {batch} x {tokens}"
     made = partial(row, op=part, case=name, dtype="bfloat16", arguments=arguments)
     if arguments.profile:

@@ -23,12 +23,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import traces
+from benchmarks import by_hand, traces
+from benchmarks.by_hand import Link
 from benchmarks.measure import ALONE, Work, close_to, parser, row, together, trial
 from benchmarks.rows import Row
 from benchmarks.runner import add_profile_option, get_profile_folder, parse_only, run_parts
@@ -42,51 +43,12 @@ PARTS = ("forward", "step", "pieces")
 Tensors = tuple[torch.Tensor, ...]
 
 
-class _Exchange(torch.autograd.Function):
-    """all_to_all_single of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, got: list[int], sent: list[int]) -> torch.Tensor:
-        ctx.got, ctx.sent = got, sent
-        return _exchanged(rows, got, sent)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _exchanged(grads[0].contiguous(), ctx.sent, ctx.got), None, None
-
-
-def _exchanged(rows: torch.Tensor, got: list[int], sent: list[int]) -> torch.Tensor:
-    landed = rows.new_empty(sum(got), rows.shape[1])
-    dist.all_to_all_single(landed, rows, got, sent)
-    return landed
-
-
-def act(hidden: torch.Tensor) -> torch.Tensor:
-    gate, up = hidden.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
-
-
-class Plain:
-    """Rows by expert and back as eager PyTorch has them, in the place of weft.models.experts.Routing."""
-
-    def __init__(self, index: torch.Tensor, experts: int) -> None:
-        self.shape, self.order = index.shape, index.flatten().argsort(stable=True)
-        self.counts = torch.zeros(experts, dtype=torch.int64, device=index.device)
-        self.counts.scatter_add_(0, index.flatten(), torch.ones_like(index.flatten()))
-
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        return x[self.order // self.shape[1]]
-
-    def gather(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        apart = torch.empty_like(rows).index_copy(0, self.order, rows).view(*self.shape, rows.shape[1])
-        return (apart * weights.float()[..., None]).sum(1).to(rows.dtype)
-
-
 class Layer:
     """This rank's tokens and experts. Legend: T tokens, H hidden, F width, e experts of this rank."""
 
     def __init__(self, tokens: int, capacity: float) -> None:
         self.size, self.capacity, self.limits = dist.get_world_size(), capacity, ExpertLimits(capacity=capacity)
+        self.link = Link.of()
         own, mine = tokens // self.size, EXPERTS // self.size
         self.x_TH = _normal(own, HIDDEN)
         self.grad_TH = _normal(own, HIDDEN).detach()
@@ -95,36 +57,18 @@ class Layer:
         scores, self.index = torch.rand(own, EXPERTS, device="cuda").topk(TOP_K)
         self.weights = scores / scores.sum(1, keepdim=True)
         counts = Routing(self.index, EXPERTS).counts.view(self.size, mine)
-        self.known = self._exchanged_counts(counts)
+        self.known = self.link.splits(counts)
         self.arrived = _normal(sum(self.known[1]), HIDDEN)
-
-    def _exchanged_counts(self, counts: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-        """(rows to each rank, rows from each rank, counts by rank that they come from and expert of this rank)."""
-        arriving = torch.empty_like(counts)
-        dist.all_to_all_single(arriving, counts)
-        both = torch.stack([counts.sum(1), arriving.sum(1)]).tolist()
-        return both[0], both[1], arriving
 
     def theirs(self, *, known: bool, own_kernels: bool = False) -> torch.Tensor:
         """torch's: a collective, a grouped matmul, one after the other."""
-        routing = (Routing if own_kernels else Plain)(self.index, EXPERTS)
-        sent, got, arriving = self.known if known else self._exchanged_counts(routing.counts.view(self.size, -1))
-        rows = _Exchange.apply(routing.spread(self.x_TH), got, sent)
-        order, offsets = self._by_expert(arriving, sum(got))
-        made = self.experts(rows[order], offsets, arriving if own_kernels else None)
-        home = _Exchange.apply(torch.empty_like(rows).index_copy(0, order, made), sent, got)
-        return routing.gather(home, self.weights)
+        routing = (Routing if own_kernels else by_hand.Plain)(self.index, EXPERTS)
+        splits = self.known if known else self.link.splits(routing.counts.view(self.size, -1))
+        return by_hand.exchanged(self.x_TH, routing, self.weights, splits, partial(self.experts, own_kernels), self.link)
 
-    def _by_expert(self, arriving: torch.Tensor, total: int) -> Tensors:
-        """(where each row by expert has landed, where each expert's rows end)."""
-        expert = torch.arange(arriving.shape[1], device="cuda").repeat(arriving.shape[0])
-        of_row = torch.repeat_interleave(expert, arriving.flatten(), output_size=total)
-        return of_row.argsort(stable=True), arriving.sum(0).cumsum(0).to(torch.int32)
-
-    def experts(self, rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = torch._grouped_mm(rows, self.up_e2FH.transpose(1, 2), offs=offsets)
-        middle = act(hidden) if counts is None else swiglu(hidden, counts)
-        return torch._grouped_mm(middle, self.down_eHF.transpose(1, 2), offs=offsets)
+    def experts(self, own_kernels: bool, rows: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        act = partial(swiglu, counts=counts) if own_kernels else by_hand.swiglu
+        return by_hand.multiply_experts(rows, offsets, self.up_e2FH, self.down_eHF, act)
 
     def ours(self) -> torch.Tensor:
         group, routing = dist.group.WORLD, Routing(self.index, EXPERTS)
@@ -134,7 +78,7 @@ class Layer:
 
     def computed(self) -> torch.Tensor:
         """As if rows had arrived."""
-        return self.experts(self.arrived, self._offsets)
+        return self.experts(False, self.arrived, self._offsets, self.known[2])
 
     @property
     def _offsets(self) -> torch.Tensor:
@@ -147,7 +91,7 @@ class Layer:
 
         def run() -> None:
             for _ in range(count):
-                _exchanged(rows, got, sent)
+                self.link.exchange(rows, got, sent)
 
         return run
 
@@ -170,7 +114,7 @@ class Layer:
 
     def pieces(self) -> dict[str, Callable[[], torch.Tensor]]:
         """What a forward consists of, weft's and torch's; without gradients."""
-        routing, plain = Routing(self.index, EXPERTS), Plain(self.index, EXPERTS)
+        routing, plain = Routing(self.index, EXPERTS), by_hand.Plain(self.index, EXPERTS)
         x, offsets, most = self.x_TH.detach(), self._offsets, int(self.capacity * self.index.numel())
         into, out = self.up_e2FH.detach().transpose(1, 2), self.down_eHF.detach().transpose(1, 2)
         rows, splits = routing.spread(x), routing.counts.view(self.size, -1)
@@ -180,15 +124,15 @@ class Layer:
         found, had = self.arrived.detach(), hidden[: sum(self.known[1])]
         return {
             "sort": lambda: Routing(self.index, EXPERTS).order,
-            "torch sort": lambda: Plain(self.index, EXPERTS).order,
+            "torch sort": lambda: by_hand.Plain(self.index, EXPERTS).order,
             "spread": lambda: routing.spread(x),
             "torch spread": lambda: plain.spread(x),
             "dispatch": lambda: all_to_all_matmul(rows, into, splits=splits, max_rows=most)[0],
-            "torch exchange": lambda: _exchanged(rows, self.known[1], self.known[0]),
+            "torch exchange": lambda: self.link.exchange(rows, self.known[1], self.known[0]),
             "torch up": lambda: torch._grouped_mm(found, into, offs=offsets),
             "dispatch, gated": lambda: ragged_gated(rows, into, None, splits, most)[0],
             "swiglu": lambda: swiglu(hidden, arrived),
-            "torch act": lambda: act(had),
+            "torch act": lambda: by_hand.swiglu(had),
             "combine": lambda: matmul_all_to_all(middle, out, splits=arrived, max_rows=len(rows))[0],
             "torch down": lambda: torch._grouped_mm(middle[: len(found)], out, offs=offsets),
             "gather": lambda: routing.gather(home, self.weights),

@@ -233,16 +233,17 @@ def run_parts(
     alarm_s: int = measure.ALARM_S,
     after: Callable[[], None] = lambda: None,
     device: str = "cuda",
+    summarise: Callable[[Sequence[Row]], str] = summary,
 ) -> None:
     """Measure each part. Print each row, and append it to --json. Runs on every rank of torchrun.
 
-    after: a function that is called after each part, before its memory is freed.
+    after: a function that is called after each part, before its memory is freed. summarise: what is printed of all rows.
     """
     measure.ALARM_S = alarm_s
     start(device)
     jobs = [Job(name=str(part), run=partial(measure_part, part, arguments)) for part in parts]
     found, left_out = run_jobs(jobs, arguments, after=after)
-    say(summary(found))
+    say(summarise(found))
     stop(left_out)
 
 

@@ -7,7 +7,7 @@
 A trace has the GPU's side alone (kernels, copies by copy engines, named ranges), so that it is small enough to keep; names of
 kernels are cut. exposed: the time in which something communicates and nothing else runs. idle: in which nothing runs; between
 kernels, most of it. Traps: a profiled call is slower by the profiler's own work, so times are compared with each other alone;
-streams that wait for a word in memory (cuStreamWaitValue32) show nothing while they do.
+streams that wait for a word in memory (cuStreamWaitValue32) show nothing while they do, so that such a wait is a gap.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ NAME_LETTERS = 100
 KINDS: tuple[tuple[str, str, str], ...] = (
     ("NCCL", "~", r"nccl"),
     ("copy engine", "=", r"memcpy ptop"),
-    ("weft's exchange", "=", r"^(_push|_words|collect|layout)_kernel"),
+    ("weft's exchange", "=", r"^(_?push|pull|_words|collect|layout)_kernel"),
+    ("waiting", ".", r"^(await|_flag)_kernel"),
     ("weft's sum", "+", r"^_reduce_kernel"),
     ("local copy", "-", r"memcpy|memset|CatArray|copy_kernel"),
     ("attention", "%", r"flash|fmha|sdpa"),
@@ -42,6 +43,17 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 )
 """Name, mark in the chart, and what names of kernels have, the first that fits."""
 COMMUNICATES = ("NCCL", "copy engine", "weft's exchange")
+COMPUTES = tuple(kind for kind, _, _ in KINDS if kind not in (*COMMUNICATES, "waiting"))
+BUDGET: Mapping[str, tuple[str, ...]] = {
+    "matmul": ("matmul",),
+    "attention": ("attention",),
+    "elementwise, norms": ("norm", "weft's sum", "the rest"),
+    "copies and cat": ("local copy",),
+    "communication kernels": ("NCCL", "weft's exchange"),
+    "copies over NVLink": ("copy engine",),
+    "waiting": ("waiting",),
+}
+"""The lines of a time budget, and their kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +72,7 @@ def taken(name: str, work: Callable[[], object], folder: Path | None) -> list[Pa
     if folder is None:
         for _ in range(2):
             work()
-        torch.cuda.synchronize()
+        _settle()
         return []
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     with tempfile.TemporaryDirectory() as place:
@@ -70,12 +82,17 @@ def taken(name: str, work: Callable[[], object], folder: Path | None) -> list[Pa
             for _ in range(2):
                 with record_function(name):
                     work()
-                torch.cuda.synchronize()
+                _settle()
                 profiler.step()
         events = trimmed(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
     folder.mkdir(parents=True, exist_ok=True)
     written(events, folder / f"{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')}.json.gz")
     return parts(events)
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def profiled(works: Mapping[str, Callable[[], object]], part: str, folder: Path | None) -> Iterator[dict[str, Any]]:
@@ -176,7 +193,7 @@ def heaviest(found: Sequence[Part], count: int) -> list[tuple[str, int, float]]:
 def shares(found: Sequence[Part]) -> dict[str, float]:
     """us of: the whole call, exposed, idle."""
     whole = max((part.end_us for part in found), default=0.0)
-    busy = _covered(part for part in found if part.kind not in COMMUNICATES)
+    busy = _covered(part for part in found if part.kind in COMPUTES)
     any_ = _covered(found)
     return {"whole": whole, "exposed": any_ - busy, "idle": whole - any_}
 
@@ -196,7 +213,7 @@ def chart(found: Sequence[Part], *, width: int, length_us: float) -> Iterator[st
     marks = {kind: mark for kind, mark, _ in KINDS}
     for lane, sends in (("computing", False), ("sending", True)):
         line = [" "] * width
-        for part in (each for each in found if (each.kind in COMMUNICATES) is sends):
+        for part in (each for each in found if (each.kind not in COMPUTES) is sends):
             low = min(int(part.start_us / length_us * width), width - 1)
             for at in range(low, max(low + 1, min(width, round(part.end_us / length_us * width)))):
                 line[at] = marks[part.kind]
@@ -214,6 +231,37 @@ def describe(name: str, found: Sequence[Part], *, top: int = 0) -> Iterator[str]
         yield f"    {us:9.0f} us {count:4} x {kernel}"
 
 
+def budget(found: Sequence[Part], steps: int = 1) -> dict[str, float]:
+    """Where the time of a step goes, in us. steps: how many are in the trace.
+
+    The lines of BUDGET are sums over kernels, which may run at the same time. gaps: nothing runs. computation, communication:
+    at least one kernel of theirs runs. exposed: something communicates or waits, and nothing computes. rest: the step without
+    the longer of computation and communication."""
+    whole, kinds = shares(found), by_kind(found)
+    us = {line: sum(kinds[kind][1] for kind in some if kind in kinds) for line, some in BUDGET.items()}
+    both = [_covered(part for part in found if part.kind in some) for some in (COMPUTES, COMMUNICATES)]
+    us |= {"gaps": whole["idle"], "step": whole["whole"], "computation": both[0], "communication": both[1]}
+    us |= {"exposed": whole["exposed"], "rest": whole["whole"] - max(both)}
+    return {line: value / steps for line, value in us.items()}
+
+
+def budget_table(budgets: Mapping[str, Mapping[str, float]]) -> str:
+    """Budgets side by side, and how much more each has than the first."""
+    first, *others = budgets
+    heads = ["us per step", *budgets, *(f"{name} - {first}" for name in others)]
+    lines = [heads]
+    for line, us in budgets[first].items():
+        more = (f"{budgets[name][line] - us:+,.0f}" for name in others)
+        lines.append([line, *(f"{each[line]:,.0f}" for each in budgets.values()), *more])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
 def figures(found: Sequence[Part]) -> Mapping[str, Any]:
     """What a row keeps of a trace."""
     return {**shares(found), "kinds": by_kind(found), "heaviest": heaviest(found, 12)}
@@ -224,8 +272,14 @@ def main() -> None:
     options.add_argument("traces", type=Path, nargs="+")
     options.add_argument("--width", type=int, default=100, help="columns of the chart (%(default)s)")
     options.add_argument("--top", type=int, default=0, help="so many kernels by name (%(default)s)")
+    options.add_argument(
+        "--budget", type=int, metavar="STEPS", help="time budgets side by side instead, of so many steps a trace"
+    )
     arguments = options.parse_args()
     found = {path.name.partition(".")[0]: parts(read(path)) for path in arguments.traces}
+    if arguments.budget:
+        print(budget_table({name: budget(each, arguments.budget) for name, each in found.items()}))
+        return
     longest = max((each[-1].end_us for each in found.values() if each), default=1.0)
     for name, each in found.items():
         print(*describe(name, each, top=arguments.top), *chart(each, width=arguments.width, length_us=longest), sep="\n")

@@ -62,6 +62,7 @@ CODE: dict[str, Sequence[str]] = {
     "resource_aware": CONCURRENT,
     "dlrm_step": MODELS,
     "models": MODELS,
+    "training": MODELS,
     "moe": MODELS,
     "host": MODELS,
     "gemm": ("weft/kernels",),

@@ -1,6 +1,6 @@
 """Tables of whole models for generate.py: what benchmarks/models.py, moe.py and dlrm_step.py have measured, and their traces.
 
-models BENCH PART   of a file such as h200x2/models: training, forward, prefill or decode, by method
+models BENCH PART   of a file such as h200x2/models: forward, prefill or decode, by method
 layers BENCH        of h200x2/moe or h200x2/dlrm_step
 traces PART     docs/traces/PART_*.json.gz: times by kind, and a chart of the streams
 """

@@ -17,8 +17,9 @@ import torch
 
 import weft
 from benchmarks.host.steps import Step, measure_steps, own_part
-from benchmarks.host.training import close, world
+from benchmarks.host.training import close
 from benchmarks.measure import together
+from benchmarks.models import world
 from benchmarks.rows import Row
 
 Tensor = torch.Tensor

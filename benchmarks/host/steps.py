@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.host.clock import check_differences, difference, host_times, measure_methods, wall_times
-from benchmarks.measure import row, synchronize
+from benchmarks.measure import row, step_bytes, synchronize
 from benchmarks.rows import Row
 
 Tensor = torch.Tensor
@@ -90,8 +90,9 @@ def measure_steps(
         for _ in range(WARM_UP if on_gpu else 1):
             step.run_again()
         step.clear()
-        if on_gpu:
-            memory[name] = _measure_memory(step)
+        nbytes = step_bytes(step.run, step.clear)
+        if nbytes is not None:
+            memory[name] = nbytes
 
     def measure(steps: Mapping[str, Step]) -> tuple[dict[str, Any], dict[str, float]]:
         rounds, loop_rounds, loop = (arguments.rounds, LOOP_ROUNDS, LOOP) if on_gpu else (1, 1, 1)
@@ -121,18 +122,6 @@ def measure_steps(
         **about,
     )
     return replace(made, samples=arguments.rounds * GROUP if on_gpu else 1)
-
-
-def _measure_memory(step: Step) -> int:
-    """Return the bytes that torch's allocator hands out during a step, at most, above those in use before it."""
-    synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step.run()
-    synchronize()
-    found = torch.cuda.max_memory_allocated() - before
-    step.clear()
-    return int(found)
 
 
 def _largest(nbytes: Mapping[str, int]) -> dict[str, int]:

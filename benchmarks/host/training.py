@@ -14,13 +14,12 @@ import argparse
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,9 +31,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 import weft
+from benchmarks.by_hand import Gather, Link, Scatter, cut, sum_gradients
 from benchmarks.host.steps import Step, measure_steps, own_part
 from benchmarks.measure import release, together
-from benchmarks.models import METHODS, inductor
+from benchmarks.models import METHODS, compile_for, world
 from benchmarks.rows import Row
 
 Tensor = torch.Tensor
@@ -92,70 +92,22 @@ class Block(nn.Module):
         return out
 
 
-class Gather(torch.autograd.Function):
-    """All ranks' tokens [1, S, H] from a rank's [1, s, H]; backward, the sum over ranks of a rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _scatter(grad)
-
-
-class Scatter(torch.autograd.Function):
-    """The reverse of Gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _gather(grad)
-
-
-def _gather(x: Tensor) -> Tensor:
-    out = x.new_empty(dist.get_world_size(), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous())
-    return out.view(1, -1, x.shape[2])
-
-
-def _scatter(x: Tensor) -> Tensor:
-    ranks = dist.get_world_size()
-    out = x.new_empty(1, x.shape[1] // ranks, x.shape[2])
-    dist.reduce_scatter_tensor(out, x.contiguous().view(ranks, -1, x.shape[2]))
-    return out
-
-
 class HandBlock(nn.Module):
     """A rank's part of a block, with NCCL's collectives."""
 
-    def __init__(self, whole: Block) -> None:
+    def __init__(self, whole: Block, link: Link) -> None:
         super().__init__()
-        self.norm = whole.norm
+        self.norm, self.link = whole.norm, link
         self.w1, self.w3, self.w2 = (
-            nn.Parameter(_cut(linear.weight, dim)) for linear, dim in ((whole.ff.w1, 0), (whole.ff.w3, 0), (whole.ff.w2, 1))
+            nn.Parameter(cut(linear.weight, dim, link))
+            for linear, dim in ((whole.ff.w1, 0), (whole.ff.w3, 0), (whole.ff.w2, 1))
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Gather.apply(self.norm(x))  # type: ignore[no-untyped-call]
+        y = Gather.apply(self.norm(x), self.link)  # type: ignore[no-untyped-call]
         inner = nn.functional.silu(nn.functional.linear(y, self.w1)) * nn.functional.linear(y, self.w3)
-        out: Tensor = x + Scatter.apply(nn.functional.linear(inner, self.w2))  # type: ignore[no-untyped-call]
+        out: Tensor = x + Scatter.apply(nn.functional.linear(inner, self.w2), self.link)  # type: ignore[no-untyped-call]
         return out
-
-
-def _cut(weight: Tensor, dim: int) -> Tensor:
-    return weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
-
-
-def sum_norm_gradients(norms: list[nn.RMSNorm]) -> None:
-    """Add the gradients of all ranks, in one collective."""
-    gradients = [norm.weight.grad for norm in norms]
-    flat = torch.cat(gradients)  # type: ignore[arg-type]
-    dist.all_reduce(flat)
-    torch._foreach_copy_(gradients, flat.chunk(len(gradients)))  # type: ignore[arg-type]
 
 
 Plan = dict[str, ParallelStyle]
@@ -207,13 +159,14 @@ class Models:
         return self._sharded[kind]
 
     def by_hand(self) -> Step:
-        model = nn.Sequential(*[HandBlock(block) for block in self.whole()])  # type: ignore[arg-type]
-        norms: list[nn.RMSNorm] = [block.norm for block in model]  # type: ignore[misc]
+        link = Link.of()
+        model = nn.Sequential(*[HandBlock(block, link) for block in self.whole()])  # type: ignore[arg-type]
+        norms: list[Any] = [block.norm.weight for block in model]  # type: ignore[union-attr]
 
         def run() -> Tensor:
             out: Tensor = model(self.x)
             out.backward(self.grad)  # type: ignore[no-untyped-call]
-            sum_norm_gradients(norms)
+            sum_gradients([norm.grad for norm in norms], link)
             return out
 
         first: Any = model[0]
@@ -221,7 +174,7 @@ class Models:
 
     def by_styles(self, name: str) -> Step:
         model = self.sharded("weft" if name in ("weft", "weft_compiled") else "torch")
-        called = self._compiled(name, model) if name in COMPILED else model
+        called = compile_for(name, model) if name in COMPILED else model
 
         def run() -> Tensor:
             out: Tensor = called(self.x)
@@ -232,22 +185,12 @@ class Models:
         weights = [first.norm.weight, first.ff.w1.weight, first.ff.w3.weight, first.ff.w2.weight]
         return self._step(run, model, weights)
 
-    def _compiled(self, name: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        if name == "weft_pass":
-            return torch.compile(model, options=weft.CompilePass().options, fullgraph=True, dynamic=False)
-        return torch.compile(model, backend=inductor(micro_pipeline=False), fullgraph=True, dynamic=False)
-
     def _step(self, run: Callable[[], Tensor], model: nn.Module, weights: list[nn.Parameter]) -> Step:
         def outcome(out: Tensor) -> dict[str, Tensor]:
             tensors = [out, self.x.grad, *(own_part(weight.grad) for weight in weights)]  # type: ignore[arg-type]
             return dict(zip(("output", "input", "norm", "gate", "up", "down"), tensors, strict=True))  # type: ignore[arg-type]
 
         return Step(run=run, module=model, inputs=(self.x,), outcome=outcome)
-
-
-@cache
-def world(device: str) -> DeviceMesh:
-    return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def measured(case: Case, arguments: argparse.Namespace, *, part: str) -> Iterator[Row]:
