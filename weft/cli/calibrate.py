@@ -43,7 +43,7 @@ def command(
         raise ValueError("--from needs --ranks: --from h100x2.json --ranks 8 --out h100x8.json")
     if source is not None and ranks is not None:
         from weft.core.machine import load
-        from weft.tools.calibrate.derive import derive
+        from weft.tools.calibrate.profile import derive
 
         machine = derive(load(source), ranks, name)
         output.write_text(out, codec.dumps(machine, indent=2) + "\n", "--out")

@@ -127,7 +127,7 @@ def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
     """Return ("cpu" or "cuda", ranks). auto selects the GPUs if there are two or more, and at least as many as the ranks.
 
     Invalid environment variables are reported here, because otherwise every rank would fail with the same error."""
-    from weft.runtime.environment import check_environment
+    from weft.tools.requirements import check_environment
 
     check_environment()
     if device not in DEVICES:

@@ -12,7 +12,8 @@ from rich.text import Text
 from weft.cli import options, output
 from weft.cli.progress import progress_bar
 from weft.core import codec
-from weft.tools.doctor import Finding, diagnose
+from weft.tools.doctor import diagnose
+from weft.tools.requirements import Finding
 
 STYLES = {"ok": "green", "warn": "yellow", "missing": "bold red"}
 
