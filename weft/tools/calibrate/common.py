@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
-from weft.compat.comm_streams import comm_stream, give_back
+from weft.compat.streams import comm_stream, give_back
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Collective, steps_of
 from weft.runtime.nccl import NcclCollective

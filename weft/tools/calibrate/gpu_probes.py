@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.symmetric_heap import Allocation
-from weft.compat.comm_streams import comm_stream, give_back
 from weft.compat.device import capabilities
-from weft.compat.streams import Driver, Word
+from weft.compat.streams import Driver, Word, comm_stream, give_back
 from weft.core.problem import Problem
 from weft.core.schedule import Bags, Flag, Gemm, Lookup, Part, Region
 from weft.kernels.gemm import gemm, make_launcher, tables
