@@ -131,7 +131,7 @@ def test_status_is_1_only_if_something_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: Any, status: int
 ) -> None:
     finding = Finding(what="thing", state=state, detail="seen", cure="do this")
-    monkeypatch.setattr("weft.cli.doctor.diagnose", lambda **_: (finding,))
+    monkeypatch.setattr("weft.cli.machine.diagnose", lambda **_: (finding,))
     assert main(["doctor"]) == status
     assert "-> do this" in capsys.readouterr().out
     assert main(["doctor", "--json", "-"]) == status
