@@ -21,6 +21,7 @@ from weft.core import codec
 from weft.core.logs import warn_once
 from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, load, numbers
 from weft.core.problem import ITEMSIZE
+from weft.core.settings import put
 from weft.perf.terms import gemm_us
 from weft.runtime.nearest import nearest_profile
 from weft.tools.calibrate.common import ProbeSample, of, typical_spread
@@ -140,11 +141,7 @@ class Profile:
         values = derived.values(machine, self.samples)
         data: dict[str, Any] = codec.dump(machine)
         for path, value in values.items():
-            *parents, last = path.split(".")
-            at = data
-            for parent in parents:
-                at = at[parent]
-            at[last] = value
+            put(data, path, lambda _: value)  # noqa: B023
             data["sources"][path] = f"measured {self._when}: {derived.method}"
             used = [sample for what in derived.samples for sample in of(self.samples, what)]
             data["spreads"][path] = typical_spread(used)
