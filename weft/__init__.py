@@ -116,7 +116,7 @@ def __dir__() -> list[str]:
 
 
 if sys.modules.get("torch") is not None:
-    from weft.compat.namespace import load_when_named
+    from weft.compat.dispatch import load_when_named
 
     load_when_named("weft", "weft.ops")
 

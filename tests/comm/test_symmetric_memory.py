@@ -15,7 +15,7 @@ from single_process_ranks import rank_groups
 
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import DeviceHeap
-from weft.compat import symmetric_memory as memory
+from weft.compat import c10d as memory
 from weft.core.errors import PeerLost
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.order import Exclusive

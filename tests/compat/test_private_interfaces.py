@@ -27,21 +27,25 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from weft.compat import fsdp, streams
+from weft.compat import dtensors, streams
 from weft.compat.c10d import (
     LIVING_GROUPS,
     FlatCollectives,
+    _Numbered,
     backend_of,
     connections,
     exchange_messages,
     group_named,
     nameless_group,
     nccl_connections,
+    registered,
     store_of,
 )
 from weft.compat.cublas import carveout, has_carveout, matmul_settings, needs_torch, set_carveout
+from weft.compat.device import living_storage, mapped, reference_of, release_storage, users, weak_storage
 from weft.compat.dispatch import (
     NO_BACKWARD,
+    all_reduced,
     apply_of,
     at_end_of_backward,
     autocast_enabled,
@@ -49,26 +53,28 @@ from weft.compat.dispatch import (
     call_backward_directly,
     forward_mode,
     graph_break,
+    grouped_mm,
     has_tangent,
     in_functional_gradient,
     is_batch_of_gradients,
+    layout_check,
+    make_empty,
+    multiplies,
     observed,
     set_grad_enabled,
+    thread_state,
     traced_graph,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    variable,
     without_autocast,
     without_inference_mode,
     writes_to,
 )
 from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, run_first, spec_of
-from weft.compat.environment import variable
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
-from weft.compat.layouts import layout_check, make_empty
-from weft.compat.mappings import mapped
-from weft.compat.storages import living_storage, reference_of, release_storage, users, weak_storage
 from weft.compat.streams import Driver
-from weft.compat.symmetric_memory import _Numbered, registered
-from weft.compat.tensors import all_reduced, grouped_mm, multiplies, tree_flatten, tree_leaves, tree_unflatten
-from weft.compat.thread_state import thread_state
 from weft.compat.versions import TESTED, minor, warn_of_untested_versions
 from weft.runtime.groups import GROUPS
 
@@ -587,18 +593,18 @@ def _fsdp_from_within() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "score")
-    assert fsdp.param_groups(model) == ()  # its layers have them all
-    (first,) = fsdp.param_groups(model.first)
+    assert dtensors.param_groups(model) == ()  # its layers have them all
+    (first,) = dtensors.param_groups(model.first)
     calls: list[bool] = []
-    fsdp.before_registered_methods(model, lambda module: calls.append(fsdp.forward_has_begun(module)))
+    dtensors.before_registered_methods(model, lambda module: calls.append(dtensors.forward_has_begun(module)))
     x = torch.ones(2, 4)
     model.score(x).backward()
     assert calls == [False]
-    assert fsdp.reshards_after_forward(first)
-    state = fsdp.state_of(model.first)
-    assert fsdp.prefetched(state) == []
-    fsdp.set_prefetched(state, [fsdp.state_of(model.second)])
-    assert fsdp.prefetched(state) == [fsdp.state_of(model.second)]
+    assert dtensors.reshards_after_forward(first)
+    state = dtensors.state_of(model.first)
+    assert dtensors.prefetched(state) == []
+    dtensors.set_prefetched(state, [dtensors.state_of(model.second)])
+    assert dtensors.prefetched(state) == [dtensors.state_of(model.second)]
     model(x).sum().backward()
 
 

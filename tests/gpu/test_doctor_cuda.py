@@ -6,8 +6,7 @@ import time
 
 from on_gpus import NEEDS_REAL_TWO, alarm
 
-from weft.tools.doctor.gpus import gpu_findings
-from weft.tools.doctor.transports import TRANSPORTS
+from weft.tools.doctor import TRANSPORTS, gpu_findings
 
 pytestmark = NEEDS_REAL_TWO
 

@@ -18,7 +18,7 @@ from rank_work import bound, check_gather, whole
 
 import weft
 from weft import collectives
-from weft.compat.symmetric_memory import free_unused
+from weft.compat.c10d import free_unused
 from weft.runtime import programs
 from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.groups import GROUPS

@@ -20,7 +20,7 @@ from weft.runtime.choose import profile_for
 from weft.runtime.programs import Programs
 from weft.runtime.ranks import Ranks
 from weft.tools.calibrate import common, gpu_probes
-from weft.tools.calibrate.samples import ProbeSample
+from weft.tools.calibrate.common import ProbeSample
 
 pytestmark = NEEDS_TWO
 BOUND_S = 20.0

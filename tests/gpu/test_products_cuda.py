@@ -9,7 +9,7 @@ import torch
 from on_gpus import NEEDS_ONE, alarm
 
 import weft
-from weft.compat.cublaslt import CublasProduct, library
+from weft.compat.cublas import CublasProduct, library
 from weft.overlap.controls import sm_budget
 from weft.runtime import products
 from weft.runtime.products import WORKSPACE, Products, by_torch, candidates

@@ -17,8 +17,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import rendezvous_of
-from weft.compat import symmetric_memory
-from weft.compat.symmetric_memory import HandleExchange
+from weft.compat import c10d
+from weft.compat.c10d import HandleExchange
 from weft.core.errors import WaitTimeout
 
 NUMBERS = itertools.count()
@@ -139,7 +139,7 @@ def one_stays_away() -> str:
     rendezvous = rendezvous_of(RankGroup(world))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric, "rendezvous", gather_numbers)
-        patch.setattr(symmetric_memory, "BOUND_S", 1.0)
+        patch.setattr(c10d, "BOUND_S", 1.0)
         if dist.get_rank() == 0:
             with pytest.raises(WaitTimeout) as caught:
                 meet(rendezvous)

@@ -19,8 +19,7 @@ from weft.core.problem import Problem
 from weft.models.communicating import CommunicatingLayer
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
-from weft.report.overlap import OverlapReport, _is_of
-from weft.report.places import ReportedCall, ReportedPlace
+from weft.report.overlap import OverlapReport, ReportedCall, ReportedPlace, _is_of
 
 
 def _called(spec: str, us: float | None, **others: float) -> ReportedCall:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 import weft.models.communicating
-from weft.report.places import IN_BACKWARD
+from weft.report.overlap import IN_BACKWARD
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.compat import comm_streams as control_streams
 from weft.compat import cublas
-from weft.compat.comm_streams import current_lane_priority, priority_number
+from weft.compat import streams as control_streams
+from weft.compat.streams import current_lane_priority, priority_number
 from weft.core.errors import WeftError
 from weft.overlap.controls import (
     DEVICES,

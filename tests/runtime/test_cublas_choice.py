@@ -14,7 +14,7 @@ from conftest import RankFixture
 from weft_log import warned
 
 import weft
-from weft.compat.cublaslt import Algorithm, stored, supports
+from weft.compat.cublas import Algorithm, stored, supports
 from weft.runtime import products
 from weft.runtime.products import Products, fastest, settings
 

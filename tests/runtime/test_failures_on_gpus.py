@@ -27,7 +27,6 @@ from weft.runtime import cuda_resources, release, watchdog
 from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import PLAIN, MatmulCall
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.environment import check_environment
 from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
@@ -35,6 +34,7 @@ from weft.runtime.order import MOST_IN_FLIGHT, Exclusive, PendingCall, memory_of
 from weft.runtime.programs import KnownCall, Programs
 from weft.runtime.watchdog import Watchdog
 from weft.schedules import build
+from weft.tools.requirements import check_environment
 
 STREAM, LONG_S = 3, 60.0  # nobody waits for so long, unless something is wrong
 

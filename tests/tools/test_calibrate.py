@@ -20,10 +20,10 @@ from weft.perf.shapes import SHAPES, streamed_tile
 from weft.perf.terms import collective_us, gemm_us, hbm_us, kernel_cost, staged_us, stalled_us
 from weft.schedules import build
 from weft.tools import calibrate as package
-from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, NOT_MEASURED, Probe, base, common, host_probes, probes
+from weft.tools.calibrate import COLLECTIVES, GPU_BYTES, GPU_SHAPES, NOT_MEASURED, Probe, base, common, probes, run_probes
+from weft.tools.calibrate.common import ProbeSample, of, typical_spread
 from weft.tools.calibrate.kernel_fields import staging_check
 from weft.tools.calibrate.profile import Profile, line
-from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
 
 H200 = machine.load("h200x8")
 WORLD_SIZE = 8
@@ -181,18 +181,17 @@ def test_a_run_goes_on_after_a_probe_that_raises() -> None:
         Probe(name="bad", work=_raises, measures=("launch_us",)),
         Probe(name="memory", work=common.memory, arguments=(1 << 12,), measures=("gpu.hbm_gbps",)),
     ]
-    found = package._run_probes("cpu", 2, todo, lambda *_: None)
-    assert [s.what for s in found.samples] == ["memory"]
-    assert set(found.failed) == {"launch_us"}
-    assert "MemoryError: planted" in found.failed["launch_us"]
+    found = run_probes("cpu", 2, todo)
+    assert set(found.samples) == {"memory"}
+    assert set(found.failed) == {"bad"}
+    assert "MemoryError: planted" in found.failed["bad"]
     assert set(found.seconds) == {"bad", "memory"}
 
 
 @pytest.mark.ranks
 def test_a_run_ends_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "TOTAL_TIMEOUT_S", 0.0)
-    found = package._run_probes("cpu", 2, [Probe(name="bad", work=_raises, measures=("launch_us",))], lambda *_: None)
-    assert found.failed == {"launch_us": "not tried within 0 s"}
+    found = run_probes("cpu", 2, [Probe(name="bad", work=_raises)], total_s=0.0)
+    assert found.failed == {"bad": "not tried within 0 s"}
 
 
 def test_each_number_is_measured_or_it_is_said_why_not() -> None:
@@ -252,7 +251,7 @@ def _probed() -> list[ProbeSample]:
     found += common.gemms("cpu", SMALL["gemms"][0], "float16")
     for op in COLLECTIVES:
         found += common.collectives("cpu", op, (256, 4096))
-    for probe in (host_probes.launches, host_probes.flags, host_probes.hops, host_probes.copies, host_probes.concurrent):
+    for probe in (common.host_launches, common.host_flags, common.host_hops, common.host_copies, common.host_concurrent):
         found += probe("cpu")
     weft.close()
     return found
@@ -277,13 +276,15 @@ def test_host_probes_make_a_profile_that_plans(ranks: RankFixture) -> None:
 def test_the_command_writes_a_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    probed = package.ProbeResults(samples=samples_of(H200), seconds={"launches": 1.5}, failed={"fork_us": "probe failed [x]"})
-    monkeypatch.setattr(package, "_run_probes", lambda device, ranks, todo, progress: probed)
+    probed = package.ProbeResults(
+        samples={"all": samples_of(H200)}, seconds={"launches": 1.5}, failed={"gathers": "rank 0: [x]"}
+    )
+    monkeypatch.setattr(package, "run_probes", lambda device, ranks, todo, progress: probed)
     file = tmp_path / "mine.json"
     assert main(["calibrate", "--device", "cpu", "--ranks", "8", "--out", str(file)]) == 0
     said = capsys.readouterr().out
     assert "launches 1.5" in said
-    assert "not measured: fork_us: probe failed [x]" in said
+    assert "not measured: gpu.gather_share: probe 'gathers': rank 0: [x]" in said
     assert "check: rows brought together" in said
     made = machine.load(file)
     assert (made.name, made.world_size, made.links.topology) == ("mine", 8, "pcie")

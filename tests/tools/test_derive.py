@@ -9,7 +9,7 @@ import pytest
 from weft.core import codec
 from weft.core.machine import Machine, load
 from weft.perf.terms import collective_us
-from weft.tools.calibrate.derive import derive
+from weft.tools.calibrate.profile import derive
 
 H200 = load("h200x8")
 

@@ -15,9 +15,9 @@ from fake_torch import fake_torch
 from weft_log import logged
 
 from weft.cli import main
-from weft.runtime.environment import READ, check_environment
-from weft.tools.doctor import Finding, diagnose, gpus, host, software
-from weft.tools.doctor.environment import environment_findings
+from weft.tools import doctor, requirements
+from weft.tools.doctor import diagnose
+from weft.tools.requirements import Finding, check_environment, environment_findings, variables
 
 ROOT = Path(__file__).parents[2]
 TOPOLOGY = """\
@@ -44,11 +44,11 @@ def test_this_machine_has_what_the_tests_need() -> None:
 
 def test_packages_are_those_of_the_project_file() -> None:
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert {text.split(";")[0].strip() for text in wanted} == {f"{p.name}>={p.lowest}" for p in software.PACKAGES}
+    assert {text.split(";")[0].strip() for text in wanted} == {f"{p.name}>={p.lowest}" for p in requirements.PACKAGES}
 
 
 def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
-    assert host.shared_memory_finding(tmp_path).state in ("ok", "warn")
+    assert requirements.shared_memory_finding(tmp_path).state in ("ok", "warn")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -73,9 +73,9 @@ def test_how_cuda_is_started(monkeypatch: pytest.MonkeyPatch, name: str, value: 
 
 
 def test_values_that_will_not_do_and_names_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in READ:
+    for name in variables():
         monkeypatch.delenv(name, raising=False)
-    assert [finding.what for finding in environment_findings() if finding.what in READ] == []
+    assert [finding.what for finding in environment_findings() if finding.what in variables()] == []
     bad = {
         "TIMEOUT_S": "soon",
         "MACHINE": "h100",
@@ -109,7 +109,7 @@ def test_a_profile_of_another_device_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_all_variables_of_the_package_are_known() -> None:
     named = {name for path in (ROOT / "weft").rglob("*.py") for name in re.findall(r"WEFT_[A-Z_]+", path.read_text())}
-    assert named == set(READ)
+    assert named == set(variables())
 
 
 @pytest.mark.parametrize("command", [["run", "llama3-8b", "--device", "cpu"], ["calibrate", "--device", "cpu"]])
@@ -131,7 +131,7 @@ def test_status_is_1_only_if_something_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], state: Any, status: int
 ) -> None:
     finding = Finding(what="thing", state=state, detail="seen", cure="do this")
-    monkeypatch.setattr("weft.cli.doctor.diagnose", lambda **_: (finding,))
+    monkeypatch.setattr("weft.cli.machine.diagnose", lambda **_: (finding,))
     assert main(["doctor"]) == status
     assert "-> do this" in capsys.readouterr().out
     assert main(["doctor", "--json", "-"]) == status
@@ -139,7 +139,7 @@ def test_status_is_1_only_if_something_is_missing(
 
 
 def test_the_doctor_starts_where_everything_is_missing() -> None:
-    gone = [package.name for package in software.PACKAGES if package.name not in ("rich", "typer")]
+    gone = [package.name for package in requirements.PACKAGES if package.name not in ("rich", "typer")]
     code = f"import sys; sys.modules.update(dict.fromkeys({gone})); from weft.cli import main; sys.exit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (1, "")
@@ -150,39 +150,39 @@ def test_the_doctor_starts_where_everything_is_missing() -> None:
 
 
 def test_missing_package_is_named_with_its_cure() -> None:
-    needed = software.package_finding(software.Package(name="weft_no_such", lowest="2.0", purpose="tests"))
+    needed = requirements.package_finding(requirements.Package(name="weft_no_such", lowest="2.0", purpose="tests"))
     assert (needed.state, "weft_no_such>=2.0" in needed.cure) == ("missing", True)
-    spare = software.Package(name="weft_no_such", lowest="2.0", purpose="tests", without="the rest works")
-    assert software.package_finding(spare).state == "warn"
+    spare = requirements.Package(name="weft_no_such", lowest="2.0", purpose="tests", without="the rest works")
+    assert requirements.package_finding(spare).state == "warn"
 
 
 def test_old_package_is_missing_too() -> None:
-    found = software.package_finding(software.Package(name="numpy", lowest="99", purpose="tests"))
+    found = requirements.package_finding(requirements.Package(name="numpy", lowest="99", purpose="tests"))
     assert found.state == "missing"
     assert "99" in found.detail
 
 
 @pytest.mark.parametrize(("lowest", "state"), [("2.11", "missing"), ("2.9", "ok"), ("2.8.5", "ok"), ("3", "missing")])
 def test_versions_are_compared_as_numbers(monkeypatch: pytest.MonkeyPatch, lowest: str, state: str) -> None:
-    monkeypatch.setattr(software, "_version", {"numpy": "2.9.1"}.get)
-    assert software.package_finding(software.Package(name="numpy", lowest=lowest, purpose="tests")).state == state
+    monkeypatch.setattr(requirements, "_version", {"numpy": "2.9.1"}.get)
+    assert requirements.package_finding(requirements.Package(name="numpy", lowest=lowest, purpose="tests")).state == state
 
 
 def test_package_that_does_not_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "weft_broken.py").write_text("raise OSError('libcuda.so.1: cannot open\\nmore')")
     monkeypatch.syspath_prepend(tmp_path)
-    found = software.package_finding(software.Package(name="weft_broken", lowest="1", purpose="tests"))
+    found = requirements.package_finding(requirements.Package(name="weft_broken", lowest="1", purpose="tests"))
     assert (found.state, found.detail) == ("missing", "does not import: libcuda.so.1: cannot open")
 
 
 def test_no_shared_memory(tmp_path: Path) -> None:
-    found = host.shared_memory_finding(tmp_path / "none")
+    found = requirements.shared_memory_finding(tmp_path / "none")
     assert (found.state, "No such file" in found.detail, "--shm-size" in found.cure) == ("missing", True, True)
 
 
 def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host, "ENOUGH_BYTES", 1 << 62)
-    assert host.shared_memory_finding(tmp_path).state == "warn"
+    monkeypatch.setattr(requirements, "ENOUGH_BYTES", 1 << 62)
+    assert requirements.shared_memory_finding(tmp_path).state == "warn"
 
 
 # --- GPUs ------------------------------------------------------------------------------------------------------------
@@ -190,50 +190,50 @@ def test_small_shared_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_without_gpu_it_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda=None))
-    monkeypatch.setattr(gpus, "_has_driver", lambda: False)
-    (found,) = gpus.gpu_findings()
+    monkeypatch.setattr(doctor, "_run", lambda *_: None)
+    (found,) = doctor.gpu_findings()
     assert found.state == "warn"
     assert "weft run --device cpu, weft plan" in found.cure
-    monkeypatch.setattr(gpus, "_has_driver", lambda: True)
-    assert "CUDA wheel" in gpus.gpu_findings()[0].cure
+    monkeypatch.setattr(doctor, "_run", lambda *_: "GPU 0: H200")
+    assert "CUDA wheel" in doctor.gpu_findings()[0].cure
 
 
 def test_links_are_counted_by_kind() -> None:
-    assert gpus.link_kinds(TOPOLOGY) == {"NV18": 1, "SYS": 2}
-    found = gpus.links_finding(TOPOLOGY)
+    assert doctor.link_kinds(TOPOLOGY) == {"NV18": 1, "SYS": 2}
+    found = doctor.links_finding(TOPOLOGY)
     assert (found.state, found.detail) == ("warn", "NV18 between 1 pair, SYS between 2 pairs")
-    assert gpus.links_finding(TOPOLOGY.replace("SYS", "NV12")).state == "ok"
-    assert gpus.links_finding(None).state == "warn"
+    assert doctor.links_finding(TOPOLOGY.replace("SYS", "NV12")).state == "ok"
+    assert doctor.links_finding(None).state == "warn"
 
 
 def test_a_link_that_delivers_wrong_bytes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "PATTERN", 1000)
+    monkeypatch.setattr(doctor, "PATTERN", 1000)
 
     def arrives(src: int, dst: int, values: Any) -> Any:
         return values * 0 if (src, dst) == (0, 2) else values
 
-    found = gpus.peer_findings(fake_torch(count=3, arrives=arrives), 3)
+    found = doctor.peer_findings(fake_torch(count=3, arrives=arrives), 3)
     assert [finding.what for finding in found] == ["peer access GPU 0 -> GPU 2", "peer access GPU 2 -> GPU 0"]
     assert all(finding.state == "missing" and "1000 of 1000" in finding.detail and finding.cure for finding in found)
 
 
 def test_no_direct_access_and_failing_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "PATTERN", 1000)
-    assert "no direct access" in gpus.peer_findings(fake_torch(count=2, direct=False), 2)[0].detail
+    monkeypatch.setattr(doctor, "PATTERN", 1000)
+    assert "no direct access" in doctor.peer_findings(fake_torch(count=2, direct=False), 2)[0].detail
 
     def arrives(src: int, dst: int, values: Any) -> Any:
         raise RuntimeError("CUDA error: peer access is not supported\nmore")
 
-    found = gpus.peer_findings(fake_torch(count=2, arrives=arrives), 2)
+    found = doctor.peer_findings(fake_torch(count=2, arrives=arrives), 2)
     assert found[0].detail == "the copy failed: CUDA error: peer access is not supported"
 
 
 def test_two_gpus_from_build_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", fake_torch(count=2))
-    monkeypatch.setattr(gpus, "PATTERN", 1000)
-    monkeypatch.setattr(gpus, "_topology", lambda: "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n")
-    monkeypatch.setattr(gpus, "_driver", lambda: None)
-    found = {finding.what: finding for finding in gpus.gpu_findings()}
+    monkeypatch.setattr(doctor, "PATTERN", 1000)
+    monkeypatch.setattr(doctor, "_run", lambda *_: "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n")
+    monkeypatch.setattr(doctor, "_driver", lambda: None)
+    found = {finding.what: finding for finding in doctor.gpu_findings()}
     assert found["CUDA (of PyTorch)"].detail == "13.0"
     assert found["NCCL (sequential, collectives)"].detail == "2.28.9"
     assert found["cuda-bindings (stream waits, copy engines)"].state == "missing"

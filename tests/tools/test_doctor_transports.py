@@ -11,11 +11,12 @@ import pytest
 import torch.distributed as dist
 from fake_torch import fake_torch
 
-from weft.tools.calibrate.samples import ProbeSample
-from weft.tools.doctor import gpus
-from weft.tools.doctor.finding import Finding
-from weft.tools.doctor.rates import Rates, pcie_gbps, rates
-from weft.tools.doctor.transports import TRANSPORTS, judged, tried, verdict
+from weft.runtime.ranks import RankFailed
+from weft.tools import doctor
+from weft.tools.calibrate import Probe, ProbeResults, run_probes
+from weft.tools.calibrate.common import ProbeSample
+from weft.tools.doctor import TRANSPORTS, Rates, judged, pcie_gbps, rates, verdict
+from weft.tools.requirements import Finding
 
 MIB = 1 << 20
 H200 = Rates(kind="NV18", pair_gbps=450.0, port_gbps=450.0)
@@ -76,7 +77,7 @@ def _sample(what: str, key: tuple[int, ...], us: float) -> ProbeSample:
     ],
 )
 def test_samples_against_links(name: str, samples: list[ProbeSample], detail: str, state: str) -> None:
-    found = judged(BY_NAME[name], samples, 4, H200)
+    found = judged(BY_NAME[name], ProbeResults(samples={name: samples}), 4, H200)
     assert name in found.what
     assert (found.detail.startswith(detail), found.state) == (True, state)
     assert bool(found.cure) == (state != "ok")
@@ -84,19 +85,20 @@ def test_samples_against_links(name: str, samples: list[ProbeSample], detail: st
 
 def test_links_that_are_not_known_and_probes_that_fail() -> None:
     push = BY_NAME["copy engine, push to one peer"]
-    assert judged(push, [_sample("copy push", (64 * MIB, 1), 186.4)], 4, None).detail.startswith("360 GB/s a GPU; what")
-    failed = judged(push, "rank 1: RuntimeError: no peer access", 4, H200)
+    timed = ProbeResults(samples={push.name: [_sample("copy push", (64 * MIB, 1), 186.4)]})
+    assert judged(push, timed, 4, None).detail.startswith("360 GB/s a GPU; what")
+    failed = judged(push, ProbeResults(failed={push.name: "rank 1: RuntimeError: no peer access"}), 4, H200)
     assert (failed.state, failed.detail, failed.cure) == ("warn", "rank 1: RuntimeError: no peer access", push.cure)
 
 
 def test_whether_overlap_pays() -> None:
     alone = [_sample("all_gather", (1,), 375.0), _sample("gemm bfloat16", (1, 1, 1), 1332.0)]
-    good = verdict([*alone, _sample("shard_p2p", (1,), 1364.0)])
+    good = verdict(ProbeResults(samples={"overlap": [*alone, _sample("shard_p2p", (1,), 1364.0)]}))
     assert (good.state, good.cure) == ("ok", "")
     assert all(number in good.detail for number in ("22%", "1364 us", "20%"))
-    bad = verdict([*alone, _sample("shard_p2p", (1,), 1800.0)])
+    bad = verdict(ProbeResults(samples={"overlap": [*alone, _sample("shard_p2p", (1,), 1800.0)]}))
     assert (bad.state, " 0%" in bad.detail, bool(bad.cure)) == ("warn", True, True)
-    assert verdict("not tried").state == "warn"
+    assert verdict(ProbeResults(failed={"overlap": "not tried"})).state == "warn"
 
 
 def _fine(device: str) -> list[ProbeSample]:
@@ -118,27 +120,25 @@ def _hangs(device: str) -> Any:
 
 
 @pytest.mark.ranks
-def test_a_probe_that_fails_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.tools.doctor.transports.PROBE_S", 60.0)
-    works = [("first", _fine, ()), ("second", _raises, ()), ("third", _fine, ())]
-    found = dict(tried(2, works, device="cpu", bound_s=100))
-    assert found.pop("second") in (
-        "rank 0: MemoryError: planted",
-        "rank 1: MemoryError: planted",
-        "ranks 0, 1: MemoryError: planted",
-    )
-    assert found == {"first": [_sample("cpu", (0,), 1.0)], "third": [_sample("cpu", (0,), 1.0)]}
+def test_a_probe_that_raises_dies_or_hangs_is_told_and_the_others_go_on() -> None:
+    works = {"first": _fine, "raises": _raises, "second": _fine, "dies": _dies, "hangs": _hangs, "third": _fine}
+    todo = [Probe(name=name, work=work) for name, work in works.items()]
+    found = run_probes("cpu", 2, todo, probe_s=8.0, total_s=100.0)
+    assert found.samples == {name: [_sample("cpu", (0,), 1.0)] for name in ("first", "second", "third")}
+    assert "MemoryError: planted" in found.failed.pop("raises")
+    assert found.failed.pop("dies") == "rank 1: died with exit code 3"
+    assert "no answer within 8 s" in found.failed.pop("hangs")
+    assert found.failed == {}
 
 
-@pytest.mark.ranks
-def test_ranks_that_die_or_hang_end_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.tools.doctor.transports.PROBE_S", 60.0)
-    died = dict(tried(2, [("first", _fine, ()), ("last", _dies, ())], device="cpu", bound_s=100))
-    assert died == {"last": "rank 1: died with exit code 3", "first": "not tried, after last failed"}
-    monkeypatch.setattr("weft.tools.doctor.transports.PROBE_S", 1.5)
-    hung = dict(tried(2, [("first", _fine, ()), ("last", _hangs, ())], device="cpu", bound_s=100))
-    assert "no answer within 1.5 s" in hung["last"]
-    assert hung["first"] == "not tried, after last failed"
+def test_ranks_that_do_not_start_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_no_probes(*_: object, **__: object) -> ProbeResults:
+        raise RankFailed([(1, "RuntimeError: no peer access")], [])
+
+    monkeypatch.setattr("weft.tools.calibrate.run_probes", run_no_probes)
+    found = doctor.transport_findings(2, H200)
+    assert {(one.state, one.detail) for one in found} == {("warn", "ranks do not start: rank 1: RuntimeError: no peer access")}
+    assert len(found) == len(TRANSPORTS) + 1
 
 
 def test_quick_times_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,14 +146,14 @@ def test_quick_times_no_transport(monkeypatch: pytest.MonkeyPatch) -> None:
         return (Finding(what="transport", state="ok", detail="timed"),)
 
     monkeypatch.setitem(sys.modules, "torch", fake_torch(count=2))
-    monkeypatch.setattr(gpus, "PATTERN", 100)
-    monkeypatch.setattr(gpus, "_bindings", lambda count: Finding(what="cuda-bindings", state="ok", detail="13"))
-    monkeypatch.setattr(gpus, "_driver", lambda: None)
-    monkeypatch.setattr(gpus, "_run", lambda *command: "5, 16\n5, 16" if "--format=csv,noheader" in command else MATRIX)
+    monkeypatch.setattr(doctor, "PATTERN", 100)
+    monkeypatch.setattr(doctor, "_bindings", lambda count: Finding(what="cuda-bindings", state="ok", detail="13"))
+    monkeypatch.setattr(doctor, "_driver", lambda: None)
+    monkeypatch.setattr(doctor, "_run", lambda *command: "5, 16\n5, 16" if "--format=csv,noheader" in command else MATRIX)
     given: list[Any] = []
-    monkeypatch.setattr(gpus, "transport_findings", lambda *arguments: (given.append(arguments), ready())[1])
-    assert gpus.gpu_findings(quick=True)[-1].what == "peer access"
-    assert gpus.gpu_findings(quick=False)[-1].detail == "timed"
+    monkeypatch.setattr(doctor, "transport_findings", lambda *arguments: (given.append(arguments), ready())[1])
+    assert doctor.gpu_findings(quick=True)[-1].what == "peer access"
+    assert doctor.gpu_findings(quick=False)[-1].detail == "timed"
     assert given == [(2, H200)]
 
 

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import calibrate, doctor, listings, plan, run, simulate
+from weft.cli import listings, machine, plan, run, simulate
 from weft.core.errors import WeftError
 from weft.core.version import __version__
 
@@ -39,8 +39,8 @@ app.command("plan")(plan.command)
 app.command("simulate")(simulate.command)
 app.command("schedules")(listings.schedules)
 app.command("machines")(listings.machines)
-app.command("calibrate")(calibrate.command)
-app.command("doctor")(doctor.command)
+app.command("calibrate")(machine.calibrate)
+app.command("doctor")(machine.doctor)
 
 UsageError: type[typer.BadParameter] = typer.BadParameter.__bases__[0]
 """The error that typer raises for any misuse of options. It has no public name that all versions of typer share."""

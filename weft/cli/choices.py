@@ -1,4 +1,7 @@
-"""The user's choices, checked before any work starts. Every function raises a ValueError that says what would work."""
+"""Options that several commands share, with their help texts, and the user's choices, checked before any work starts.
+
+Every function raises a ValueError that says what would work.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import typing
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
-from weft.cli.progress import progress_bar
+import typer
+
+from weft.cli.output import progress_bar
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, FLOAT8, ITEMSIZE, LOOKUP_OPS, OPS, DType, Op, Problem, Scaling
 from weft.planner.models import (
     Model,
@@ -17,8 +23,72 @@ from weft.planner.models import (
     load_model,
     operator_calls,
     place_calls,
+    preset_names,
     read_transformers_config,
 )
+
+DEFAULT_MACHINE = "h200x8"
+DEFAULT_MACHINE_TOKENS = 8192
+MOST_TOKENS = 1 << 24
+"""The largest number of rows of one matmul, which is more than models get at once."""
+
+
+def _import_families(modules: list[str] | None) -> list[str] | None:
+    if modules:
+        from weft.checker.families import import_families
+
+        import_families(modules)
+    return modules
+
+
+MODEL = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help=f"{', '.join(preset_names())}; or the path of a Hugging Face config.json."),
+]
+MACHINE = Annotated[
+    str, typer.Option(metavar="NAME", help="Machine to predict for: a name from weft machines, or a JSON file.")
+]
+SCHEDULE = Annotated[
+    str,
+    typer.Option(metavar="auto|NAME[:CHUNKS]", help="auto lets the planner choose; names are listed by weft schedules."),
+]
+OP = Annotated[str | None, typer.Option(metavar="NAME", help=f"Only layers of this operator: {', '.join(OPS)}.")]
+JSON = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE|-", help="Write all results as JSON; with -, only that is written to standard output."
+    ),
+]
+REPORT = Annotated[Path | None, typer.Option(metavar="DIR", help="Write an HTML page, DIR/index.html.")]
+TRACE = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev.")]
+IMPORT = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--import",
+        metavar="MODULE",
+        callback=_import_families,
+        is_eager=True,
+        help="First import this module, which registers families of schedules (weft.schedule.register). Repeatable.",
+    ),
+]
+OPERAND_DTYPE = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        metavar="NAME",
+        help="Dtype of operands: bfloat16, float16, float32; or of a, float8_e4m3fn or float8_e5m2, with float8_e4m3fn for b.",
+    ),
+]
+RECIPE = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Which elements of an FP8 operand share a scale: tensorwise, rowwise (default) or blockwise. "
+        "Operators that send rows before they multiply use rowwise instead of tensorwise.",
+    ),
+]
+OUT_DTYPE = Annotated[str | None, typer.Option(metavar="NAME", help="Dtype of the result of FP8 operands. Default: bfloat16.")]
+
 
 CPU_RANKS = 4
 MOST_CPU_RANKS = 64
@@ -127,7 +197,7 @@ def choose_device(device: str, ranks: int | None) -> tuple[str, int]:
     """Return ("cpu" or "cuda", ranks). auto selects the GPUs if there are two or more, and at least as many as the ranks.
 
     Invalid environment variables are reported here, because otherwise every rank would fail with the same error."""
-    from weft.runtime.environment import check_environment
+    from weft.tools.requirements import check_environment
 
     check_environment()
     if device not in DEVICES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli import choices, options, output
+from weft.cli import choices, output
 from weft.core import codec
 from weft.core.problem import (
     COLLECTIVE_OPS,
@@ -37,7 +37,7 @@ def schedules(
     op: Annotated[
         str | None, typer.Option(metavar="NAME", help="Operator of the example. Default: the first that has NAME.")
     ] = None,
-    imports: options.IMPORT = None,
+    imports: choices.IMPORT = None,
 ) -> None:
     """List the families of schedules: what each does, where it is from, and its timeline on a small example."""
     from weft.schedules import FAMILIES, build, check_op, names
@@ -82,7 +82,7 @@ def _example(op: Op) -> Problem:
 
 def machines(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Only this one, whole: a name or a JSON file.")] = None,
-    json: options.JSON = None,
+    json: choices.JSON = None,
     diff: Annotated[
         tuple[str, str] | None, typer.Option(metavar="A B", help="Compare two: names or files, number by number.")
     ] = None,

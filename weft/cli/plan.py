@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli import choices, options, output, tables
-from weft.cli.progress import Progress, progress_bar
+from weft.cli import choices, output, tables
+from weft.cli.output import Progress, progress_bar
 from weft.core import codec
 from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
 from weft.planner.models import choose_expert_calls, config_path
@@ -40,20 +40,20 @@ By sizes alone: what the ranking puts first, before anything is simulated."""
 
 
 def command(
-    model: options.MODEL,
-    machine: options.MACHINE = options.DEFAULT_MACHINE,
+    model: choices.MODEL,
+    machine: choices.MACHINE = choices.DEFAULT_MACHINE,
     ranks: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="Number of ranks that share a layer. Default: all GPUs of the machine."),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Number of tokens: rows of every matmul.")
-    ] = options.DEFAULT_MACHINE_TOKENS,
-    op: options.OP = None,
-    schedule: options.SCHEDULE = "auto",
-    dtype: options.OPERAND_DTYPE = "bfloat16",
-    recipe: options.RECIPE = None,
-    out_dtype: options.OUT_DTYPE = None,
+        int, typer.Option(min=1, max=choices.MOST_TOKENS, metavar="N", help="Number of tokens: rows of every matmul.")
+    ] = choices.DEFAULT_MACHINE_TOKENS,
+    op: choices.OP = None,
+    schedule: choices.SCHEDULE = "auto",
+    dtype: choices.OPERAND_DTYPE = "bfloat16",
+    recipe: choices.RECIPE = None,
+    out_dtype: choices.OUT_DTYPE = None,
     layer: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this communicating layer, by its name in the output.")
     ] = None,
@@ -67,13 +67,13 @@ def command(
     every: Annotated[
         bool, typer.Option("--all", help="Also print every candidate's time, sizes, all notes and a timeline.")
     ] = False,
-    json: options.JSON = None,
-    report: options.REPORT = None,
+    json: choices.JSON = None,
+    report: choices.REPORT = None,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the schedule of the one layer, for weft simulate FILE.")
     ] = None,
-    trace: options.TRACE = None,
-    imports: options.IMPORT = None,
+    trace: choices.TRACE = None,
+    imports: choices.IMPORT = None,
 ) -> None:
     """Choose a schedule for each communicating layer of a model, and predict what it gains. Nothing runs."""
     from weft.cli.simulate_schedule import machine_with
@@ -149,7 +149,7 @@ def _write(
     """Write the page, the schedule of the only layer, and the predicted spans of all layers, if they were requested."""
     written = []
     if report is not None:
-        from weft.report.plan import write_plan_report
+        from weft.report.page import write_plan_report
 
         written.append(write_plan_report(model.name, machine, plans, report, tokens=tokens, dtypes=dtypes))
     if save is not None:

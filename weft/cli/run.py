@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli import choices, options, output, tables
-from weft.cli.progress import progress_bar
+from weft.cli import choices, output, tables
+from weft.cli.output import progress_bar
 from weft.core import codec
 from weft.planner.models import choose_expert_calls, config_path
 from weft.report.words import reason
@@ -25,31 +25,31 @@ CPU_TOKENS, GPU_TOKENS = 256, 8192
 
 
 def command(
-    model: options.MODEL,
+    model: choices.MODEL,
     ranks: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Number of ranks. Default: 4 on the CPU, every GPU on cuda.")
     ] = None,
     device: Annotated[
         str, typer.Option(metavar="NAME", help="auto, cpu or cuda. auto takes the GPUs if there are enough.")
     ] = "auto",
-    op: options.OP = None,
-    schedule: options.SCHEDULE = "auto",
-    machine: options.MACHINE = options.DEFAULT_MACHINE,
+    op: choices.OP = None,
+    schedule: choices.SCHEDULE = "auto",
+    machine: choices.MACHINE = choices.DEFAULT_MACHINE,
     machine_tokens: Annotated[
-        int, typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to predict for.")
-    ] = options.DEFAULT_MACHINE_TOKENS,
+        int, typer.Option(min=1, max=choices.MOST_TOKENS, metavar="N", help="Tokens to predict for.")
+    ] = choices.DEFAULT_MACHINE_TOKENS,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=options.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 256 on the CPU, 8192 on cuda."),
+        typer.Option(min=1, max=choices.MOST_TOKENS, metavar="N", help="Tokens to run. Default: 256 on the CPU, 8192 on cuda."),
     ] = None,
-    dtype: options.OPERAND_DTYPE = "bfloat16",
-    recipe: options.RECIPE = None,
-    out_dtype: options.OUT_DTYPE = None,
+    dtype: choices.OPERAND_DTYPE = "bfloat16",
+    recipe: choices.RECIPE = None,
+    out_dtype: choices.OUT_DTYPE = None,
     seed: Annotated[int, typer.Option(min=0, metavar="N", help="Seed of the random inputs.")] = 0,
-    json: options.JSON = None,
-    report: options.REPORT = None,
-    trace: options.TRACE = None,
-    imports: options.IMPORT = None,
+    json: choices.JSON = None,
+    report: choices.REPORT = None,
+    trace: choices.TRACE = None,
+    imports: choices.IMPORT = None,
 ) -> None:
     """Predict a model's communicating layers on a machine, run their schedules here, and check the results.
 

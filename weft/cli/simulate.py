@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import options, output
-from weft.cli.progress import progress_bar
+from weft.cli import choices, output
+from weft.cli.output import progress_bar
 from weft.cli.simulate_schedule import Outputs, simulate_schedule
 from weft.core import settings
 from weft.studies.study import STUDIES, Done, load_study, record, tables, words
@@ -61,9 +61,9 @@ def command(
             "whole number by 1. Try 200.",
         ),
     ] = 0,
-    json: options.JSON = None,
-    report: options.REPORT = None,
-    trace: options.TRACE = None,
+    json: choices.JSON = None,
+    report: choices.REPORT = None,
+    trace: choices.TRACE = None,
 ) -> None:
     """Simulate a published evaluation and compare it with the published figures, or simulate one schedule on one machine."""
     outputs = Outputs(json=json, report=report, trace=trace)
@@ -71,7 +71,7 @@ def command(
         for option, value in (("sensitivity", sensitivity), ("draws", draws), ("scenario", scenarios)):
             if value:
                 raise ValueError(f"--{option} is for studies; a schedule takes --set")
-        simulate_schedule(Path(study), machine or options.DEFAULT_MACHINE, changes or [], outputs)
+        simulate_schedule(Path(study), machine or choices.DEFAULT_MACHINE, changes or [], outputs)
         return
     chosen = load_study(study)
     if machine is not None:

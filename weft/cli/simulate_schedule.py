@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.cli import choices, output
-from weft.cli.gantt import gantt
-from weft.cli.progress import progress_bar
+from weft.cli.output import progress_bar
+from weft.cli.tables import gantt
 from weft.core import codec
 from weft.report.words import ms
 
@@ -23,7 +23,7 @@ EXAMPLE = "links.gbps=200"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The paths for results besides the terminal. json: see weft.cli.options.JSON. report: a folder. trace: a file."""
+    """The paths for results besides the terminal. json: see weft.cli.choices.JSON. report: a folder. trace: a file."""
 
     json: Path | None = None
     report: Path | None = None
@@ -143,7 +143,7 @@ def _show_lanes(found: Simulation) -> None:
 def _write(schedule: Schedule, machine: Machine, found: Simulation, outputs: Outputs) -> list[Path]:
     written = []
     if outputs.report is not None:
-        from weft.report.schedule import write_schedule_report
+        from weft.report.page import write_schedule_report
 
         written.append(write_schedule_report(schedule, machine, found, outputs.report))
     if outputs.trace is not None:

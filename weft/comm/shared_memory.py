@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from weft.comm.processes import died, process_namespace, process_start
-from weft.compat.mappings import mapped
+from weft.compat.device import mapped
 
 SHM = Path("/dev/shm")
 """The directory of POSIX shared memory."""

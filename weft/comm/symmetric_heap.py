@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.comm.shared_memory import AtomicWords, SharedSegment, unlink
+from weft.compat.c10d import HandleExchange, empty, held
 from weft.compat.device import enqueued
-from weft.compat.symmetric_memory import HandleExchange, empty, held
 
 if TYPE_CHECKING:
     from weft.comm.rank_group import RankGroup

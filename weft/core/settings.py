@@ -41,12 +41,16 @@ def replaced(value: T, path: str, make: Callable[[Any], Any]) -> T:
     """Return `value` with the field at `path` replaced by `make` of its old value, both as JSON data. Raises what the value
     raises."""
     data = codec.dump(value)
-    *parents, last = path.split(".")
-    at: Any = data
-    for key in parents:
-        at = at[key]
-    at[last] = make(at.get(last))
+    put(data, path, make)
     return cast(T, codec.load(type(value), data))
+
+
+def put(data: dict[str, Any], path: str, make: Callable[[Any], Any]) -> None:
+    """Replace what is at a path of nested dicts by `make` of it, or of None if there is nothing."""
+    *parents, last = path.split(".")
+    for parent in parents:
+        data = data[parent]
+    data[last] = make(data.get(last))
 
 
 def numbers_of(path: str, text: str) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 from weft.core import codec
 from weft.core.machine import STORES_SHARE, AlphaBeta, Machine, Table, numbers, within
-from weft.core.settings import numbers_of
+from weft.core.settings import numbers_of, put
 
 BY_HAND = "set by hand"
 """The source of a number that was set for a what-if."""
@@ -50,12 +50,21 @@ def what_if(machine: Machine, changes: Mapping[str, Any]) -> Machine:
     if not edits:
         return machine
     _check(machine, edits)
-    changed = _dump_edited(machine, edits)
-    rescaled = _rescale_with_links(machine, changed, edits)
-    rescaled |= _rescale_with_sms(machine, changed, edits, rescaled)
-    sources: dict[str, str | None] = dict.fromkeys(path for path in edits if path not in _TEXT_FIELDS)
-    sources |= {path: RESCALED + machine.sources[path] for path in rescaled if path in machine.sources}
-    return _load_rescaled(changed, rescaled, sources, _describe(machine, edits))
+    data: dict[str, Any] = codec.dump(machine)
+    _put_all(data, edits)
+    rescaled = _rescale_with_links(machine, data, edits)
+    rescaled |= _rescale_with_sms(machine, data, edits, rescaled)
+    _put_all(data, rescaled)
+    data["sources"] |= {path: BY_HAND for path in edits if path not in _TEXT_FIELDS}
+    data["sources"] |= {path: RESCALED + machine.sources[path] for path in rescaled if path in machine.sources}
+    data["description"] = _describe(machine, edits)
+    made: Machine = codec.load(Machine, data)
+    return made
+
+
+def _put_all(data: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        put(data, path, lambda _: value)  # noqa: B023
 
 
 def _check(machine: Machine, edits: Mapping[str, Any]) -> None:
@@ -70,35 +79,6 @@ def _check(machine: Machine, edits: Mapping[str, Any]) -> None:
         raise ValueError(f"stores.sms is {blocks}; a GEMM runs during communication: use at most {sms // 2}, half of gpu.sms")
     if edits.get("gpu.sms") == 1:
         raise ValueError("gpu.sms is 1; communication blocks and a GEMM run concurrently: use 2 or more")
-
-
-def _dump_edited(machine: Machine, edits: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the machine as JSON data, with the edited values."""
-    data: dict[str, Any] = codec.dump(machine)
-    for path, value in edits.items():
-        _put(data, path, value)
-    return data
-
-
-def _put(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set the value at a path of nested dicts."""
-    *parents, last = path.split(".")
-    for parent in parents:
-        data = data[parent]
-    data[last] = value
-
-
-def _load_rescaled(
-    data: dict[str, Any], rescaled: Mapping[str, Any], sources: Mapping[str, str | None], description: str
-) -> Machine:
-    """Return the machine with the rescaled values. A path whose source is None gets the source of a number set by hand."""
-    for path, value in rescaled.items():
-        _put(data, path, value)
-    for path, source in sources.items():
-        data["sources"][path] = source or BY_HAND
-    data["description"] = description
-    made: Machine = codec.load(Machine, data)
-    return made
 
 
 def _describe(machine: Machine, edits: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from weft.compat.fsdp import averaging_around, data_parallel_state
+from weft.compat.dtensors import averaging_around, data_parallel_state
 from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
 from weft.models.experts import Activation, ExpertLimits, Experts, Routing, run_experts_on_ranks, run_float8_experts_on_ranks
 from weft.models.linear import require_one_dimension

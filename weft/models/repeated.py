@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.compat.dispatch import autocast_enabled
-from weft.compat.layouts import layout_check
-from weft.compat.thread_state import thread_state
+from weft.compat.dispatch import autocast_enabled, layout_check, thread_state
 from weft.models.parameters import ModuleParameter, kept_parameter
 from weft.ops.front import find_remembered, make_recorded, repeat
 from weft.ops.operator import Recording

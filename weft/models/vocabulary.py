@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from weft.compat.tensors import all_reduced
+from weft.compat.dispatch import all_reduced
 from weft.models.linear import Distributor
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.ops.replicated import with_summed_double_gradient

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft.compat.flop_counter import Formula, number_of
+from weft.compat.dispatch import Formula, number_of
 
 Tensor = torch.Tensor
 

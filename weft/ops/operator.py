@@ -33,11 +33,13 @@ from weft.compat.dispatch import (
     in_functional_gradient,
     is_batch_of_gradients,
     observed,
+    register_flops,
+    thread_state,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
     without_autocast,
 )
-from weft.compat.flop_counter import register_flops
-from weft.compat.tensors import tree_flatten, tree_leaves, tree_unflatten
-from weft.compat.thread_state import thread_state
 from weft.ops.flops import FORMULAS
 from weft.ops.schema import schema_of
 from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind

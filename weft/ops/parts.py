@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.compat.tensors import all_gathered
+from weft.compat.dispatch import all_gathered
 from weft.runtime.groups import GROUPS
 
 Tensor = torch.Tensor

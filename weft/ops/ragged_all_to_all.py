@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 import torch.distributed as dist
 
-from weft.compat.tensors import grouped_mm
+from weft.compat.dispatch import grouped_mm
 from weft.core.problem import Op, Scaling
 from weft.core.schedule import Schedule
 from weft.ops.common import FLOAT8, check_operands, describe, make_empty_operand_after, resolve_group

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from weft.compat.tensors import all_reduced
+from weft.compat.dispatch import all_reduced
 from weft.runtime.groups import GROUPS
 
 Tensor = torch.Tensor

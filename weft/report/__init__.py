@@ -1,7 +1,7 @@
 """This package writes a run as an HTML page (`write_report`) and as a trace for Perfetto (`write_trace`).
 
-Both read only the values of weft.tools.results. `weft.overlap_report` (overlap.py, places.py, overlap_page.py) reads the calls
-that a process group has run, and does not import plotly.
+Both read only the values of weft.tools.results. `weft.overlap_report` (overlap.py) reads the calls that a process group has
+run, and does not import plotly.
 """
 
 from __future__ import annotations

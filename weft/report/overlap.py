@@ -3,8 +3,9 @@
     report = weft.overlap_report(model)        call it after some steps: it reports the calls made so far
     print(report)                              report.html() returns a self-contained page, and report.write(path) writes it
 
-It reads the calls that the process group's operators have run and measured (weft.choices). It matches problems to places by
-their sizes, the requested schedule, and the calls that each place has recorded, forward and backward.
+A place stands for communicating layers that are the same in several blocks of the model. The report reads the calls that the
+process group's operators have run and measured (weft.choices). It matches problems to places by their sizes, the requested
+schedule, and the calls that each place has recorded, forward and backward. The page has no scripts and charts.
 """
 
 from __future__ import annotations
@@ -23,12 +24,139 @@ from weft.core.problem import REDUCTIONS, Op, Problem
 from weft.models.communicating import CommunicatingLayer, LayerCalls, layers_of_places, recorded_layers
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
-from weft.report.overlap_page import page
-from weft.report.places import IN_BACKWARD, ReportedCall, ReportedPlace, describe_place
+from weft.report.html import html_page, join, table, tag
+from weft.report.words import percent
 from weft.runtime.autotune import Choice
 from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
+
+IN_BACKWARD = "overlapped in the backward pass only"
+"""The verdict on a place that communicates in the backward pass only, and overlaps there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedCall:
+    """ReportedCall represents the calls of one operator with one number of rows at a place."""
+
+    op: str
+    rows: int
+    spec: str
+    """The schedule that the calls run."""
+    why: str
+    """The reason for this schedule."""
+    measured_us: float | None = None
+    """The time that was measured when the schedule was chosen; None if nothing was measured."""
+    sequential_us: float | None = None
+    """The time of the sequential schedule, measured at the same time; None if nothing was measured."""
+    ideal_us: float | None = None
+    """The larger of the predicted times of the matmul alone and the collective alone; None if weft has no profile of this
+    machine."""
+
+    @property
+    def share_of_ideal(self) -> float | None:
+        """The ideal time divided by the measured time, which is 1 if no communication is exposed; None if one is unknown."""
+        return self.ideal_us / self.measured_us if self.measured_us and self.ideal_us else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedPlace:
+    """ReportedPlace represents communicating layers that differ only in the number of their block."""
+
+    layer: CommunicatingLayer
+    """One of these layers."""
+    count: int
+    """The number of these layers."""
+    calls: tuple[ReportedCall, ...]
+    """The calls that they have made, forward and backward."""
+
+    @property
+    def awaits_first_call(self) -> bool:
+        """True if the place has a weft operator that has not been called yet."""
+        ran = self.layer.ran
+        would_be_known = bool(self.layer.n) or (ran is not None and not ran.compiled)
+        return self.layer.overlapped and would_be_known and not self.calls
+
+    @property
+    def verdict(self) -> str:
+        """One of weft.schedules.VERDICTS, or IN_BACKWARD.
+
+        A place that communicates in both passes has the best verdict of its calls in the forward pass. Before the first call it
+        has the verdict on the schedule that the layer asks for.
+        """
+        found = self._judge()
+        return IN_BACKWARD if self.layer.backward_only and found == schedules.OVERLAPPED else found
+
+    def _judge(self) -> str:
+        if not self.layer.overlapped:
+            return schedules.SEQUENTIAL
+        if not self.calls:
+            return schedules.judge(self.layer.schedule)
+        forward = (call for call in self.calls if call.op in self.layer.operators)
+        verdicts = {schedules.judge(call.spec, call.measured_us, call.sequential_us) for call in forward}
+        return next((verdict for verdict in schedules.VERDICTS if verdict in verdicts), schedules.SEQUENTIAL)
+
+    @property
+    def overlapped(self) -> bool:
+        return self.verdict in (schedules.OVERLAPPED, IN_BACKWARD)
+
+
+def describe_place(place: ReportedPlace) -> Iterator[str]:
+    """Yield the lines of a place in the report: one for the place, and one for each kind of call that it has made."""
+    layer = place.layer
+    parts = (", ".join(layer.operators), layer.reason, place.verdict) if layer.operators else (place.verdict, layer.reason)
+    yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, parts))}"
+    for call in place.calls:
+        yield f"         {' '.join(_words_of_call(call))}"
+    if place.awaits_first_call:
+        yield "         not called yet"
+
+
+def _words_of_call(call: ReportedCall) -> Sequence[str]:
+    """Return the operator, its rows, its schedule, its time with comparisons, and the reason for the schedule."""
+    time = f"{call.measured_us:.0f} us" if call.measured_us else "not measured"
+    gain = f"{call.sequential_us / call.measured_us:.2f}x sequential" if call.measured_us and call.sequential_us else ""
+    share = f"{call.share_of_ideal:.2f} of the predicted ideal" if call.share_of_ideal else ""
+    return call.op, f"M={call.rows}", call.spec, ", ".join(filter(None, (time, gain, share))), f"({call.why})"
+
+
+_HEADS = ("place", "times", "verdict", "operator", "rows", "schedule", "time, us", "sequential, us", "of the ideal", "why")
+_WORDS = (
+    "Times were measured when a schedule was chosen, at the first call of a size; so was the sequential program. The ideal, "
+    "the larger of the matmul alone and the collective alone, is predicted for this machine; 100 % hides one of the two wholly."
+)
+
+
+def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace]) -> str:
+    """Return the page as HTML. lead: the sentence below the model's name."""
+    rows = [row for place in places for row in _rows(place)]
+    header = tag("header", tag("h1", model), tag("p", lead, class_="lead"))
+    places_table = table("Places, and the problems that each has run", _HEADS, rows, words=(0, 2, 3, 5, 9))
+    return html_page(headline, header, tag("section", tag("p", _WORDS), places_table))
+
+
+def _rows(place: ReportedPlace) -> Iterator[tuple[str, ...]]:
+    verdict = tag("span", place.verdict, class_="right" if place.overlapped else "wrong")
+    said = "; ".join(filter(None, (place.layer.reason, "not called yet" if place.awaits_first_call else "")))
+    yield place.layer.name, str(place.count), verdict, ", ".join(place.layer.operators), *[""] * 5, said
+    for call in place.calls:
+        yield "", "", "", *_cells(call)
+
+
+def _cells(call: ReportedCall) -> tuple[str, ...]:
+    """Return the cells of a call: operator, rows, schedule, time, sequential time with gain, share of the ideal, reason."""
+    gain = f" ({call.sequential_us / call.measured_us:.2f}x)" if call.measured_us and call.sequential_us else ""
+    share = (
+        ""
+        if call.share_of_ideal is None
+        else join([tag("meter", value=f"{min(1.0, call.share_of_ideal):.2f}"), f" {percent(call.share_of_ideal)}"])
+    )
+    return call.op, f"{call.rows:,}", call.spec, _us(call.measured_us), _us(call.sequential_us) + gain, share, call.why
+
+
+def _us(us: float | None) -> str:
+    return "not measured" if us is None else f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+
 
 _BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
 """The operator that communicates in an operator's backward pass. The one of matmul_all_reduce is local."""

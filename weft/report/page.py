@@ -1,7 +1,10 @@
-"""Writes the page of a run: one HTML file that shows every number as text next to its chart.
+"""Writes pages: of a run, of a plan, and of one schedule that was simulated on one machine.
 
-The page explains weft and the rows of its tables, then shows the predictions for the named machine, then what ran here. The
-file contains everything that it needs, plotly.js included. Its content security policy makes browsers refuse to load more.
+Each is one HTML file that shows every number as text next to its chart. The page of a run explains weft and the rows of its
+tables, then shows the predictions for the named machine, then what ran here. The file contains everything that it needs,
+plotly.js included. Its content security policy makes browsers refuse to load more.
+
+Sections add their figures to `charts` by the id of the element that shows them.
 """
 
 from __future__ import annotations
@@ -12,11 +15,171 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from weft.report.charts import Figure
-from weft.report.html import Html, html_page, join, json_script, tag, text_of
-from weft.report.sections import predicted_section, ran_section
-from weft.report.words import count
-from weft.tools.results import Run
+from weft.core.machine import Machine
+from weft.core.schedule import Schedule
+from weft.planner.simulated import Simulation
+from weft.planner.values import Plan
+from weft.report.charts import Charts, Figure, bars, bars_panel, timeline_panel
+from weft.report.html import Html, html_page, join, json_script, table, tag, text_of
+from weft.report.words import count, judge_plan, ms, percent, reason, sizes
+from weft.schedules import overlaps
+from weft.tools.results import LayerRun, Run, Speeds
+
+Times = Sequence[tuple[str, Plan | Speeds, float]]
+"""For each layer, its name, its times, and the time of the overlapped call in us."""
+HEADS = ("communicating layer", "M × N × K", "schedule")
+TIMES = ("sequential ms", "weft ms", "ideal ms", "share of ideal", "speed-up")
+
+
+def predicted_section(title: str, plans: Sequence[tuple[str, Plan]], charts: Charts, *, ranks: int, tokens: int) -> Html:
+    """Return the section with the predicted times on the machine in the title. plans: by layer."""
+    if not plans:
+        return tag("section", tag("h2", title), tag("p", "No layer was planned."))
+    times = [(name, plan, plan.chosen.predicted_us) for name, plan in plans]
+    texts = (
+        f"A rank is one process with one GPU; here there are {ranks}. A schedule says what each rank computes and "
+        "sends, in which order, and what waits for what. A name that ends in :N sends each rank's part in N chunks.",
+        "Sequential is the matmul and the collective one after the other. The column weft is the named schedule, which weft's "
+        "planner chose unless it was asked for: it overlaps both, or is only faster than sequential, or is sequential itself. "
+        "Ideal is the longer of the matmul alone and the collective alone, as if the other one were hidden completely. The "
+        "share of ideal is ideal divided by weft, and the speed-up is sequential divided by weft.",
+    )
+    rows = [
+        (name, sizes(plan.problem), plan.chosen.spec, judge_plan(plan), *_times(plan, planned_us))
+        for name, plan, planned_us in times
+    ]
+    caption = f"One call, {count(ranks, 'rank')}, {count(tokens, 'token')}; M, N and K of all ranks"
+    lines = [
+        timeline_panel(
+            *(f"timeline-predicted-{i}", f"{name}: {plan.chosen.spec}"), plan.spans, _marks(plan), charts, reason(plan)
+        )
+        for i, (name, plan) in enumerate(plans)
+    ]
+    heads = (*HEADS, "verdict", *TIMES)
+    parts = [*(tag("p", text) for text in texts), _lead(plans), table(caption, heads, rows, words=(0, 2, 3))]
+    parts += [
+        bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts),
+        _how_to_read(),
+    ]
+    return tag("section", tag("h2", title), *parts, *lines)
+
+
+def _lead(plans: Sequence[tuple[str, Plan]]) -> Html:
+    before = sum(plan.sequential_us for _, plan in plans)
+    after = sum(plan.chosen.predicted_us for _, plan in plans)
+    ideal = sum(plan.ideal_us for _, plan in plans)
+    gain = f"{before / after:.2f} times as fast as" if after else "as fast as"
+    text = (
+        f"One call of each layer is predicted to take {ms(before)} ms sequentially and {ms(after)} ms as planned, "
+        f"which is {gain} sequential; ideal is {ms(ideal)} ms."
+    )
+    return tag("p", text, class_="lead")
+
+
+def _how_to_read() -> Html:
+    text = (
+        "Each timeline below is one predicted call. Its rows are lanes: the steps of a lane run one after the other, and lanes "
+        "run at the same time. A gemm is a matmul or a part of one, and a copy sends a chunk to another rank. A flag is a word "
+        "of memory: a signal raises it when a chunk is complete, and a wait lasts until that has happened."
+    )
+    return tag("p", text)
+
+
+def ran_section(run: Run, charts: Charts) -> Html:
+    """Return the section with the schedules that ran here, the checks of their results, and on GPUs their times."""
+    title = f"2. Run here on {run.world_size} {'CPU ranks' if run.device == 'cpu' else 'GPUs'}"
+    if not run.layers:
+        return tag("section", tag("h2", title), tag("p", "No layer was run."))
+    lines = [
+        timeline_panel(
+            *(f"timeline-measured-{i}", f"{s.name}: {s.spec}"), s.spans, _marks(s.speeds) if s.speeds else {}, charts
+        )
+        for i, s in enumerate(run.layers)
+    ]
+    read = tag("p", "Each timeline below is one call that was recorded here, drawn as above.")
+    parts = [*_explained(run), _ran_table(run), *(_speeds(run, charts) if run.measured_layers else ()), read]
+    return tag("section", tag("h2", title), *parts, *lines)
+
+
+def _explained(run: Run) -> list[Html]:
+    texts = [
+        "Proved means that weft's checker has shown of the predicted schedule, and of the one that ran here, that every "
+        "element of the result is produced exactly once from data that has arrived, without races and deadlocks. The largest "
+        "error is the difference from the sequential program in float32, relative to the largest element of that result."
+    ]
+    if run.device == "cpu":
+        same = "" if run.unpredicted_layers else "the same schedules as above with "
+        texts.insert(
+            0,
+            f"A rank is now a process of this machine's CPU. The ranks ran {same}{count(run.tokens, 'token')} instead of "
+            f"{run.machine_tokens:,}: where a GPU would run several parts as one kernel, a CPU rank runs them one by one. "
+            "Times of CPUs say nothing about GPUs, so they are not compared: the timelines show the order of the steps. "
+            "A copy within one memory is short, hence a thin line.",
+        )
+    notes = [
+        f"{s.name}: ran {s.spec}, which was chosen for these ranks; {s.plan.chosen.spec} is predicted."
+        for s in run.unpredicted_layers
+    ]
+    notes += [
+        f"{s.name}: nothing overlaps, since the predicted schedule, {s.spec}, is a sequential one."
+        for s in run.layers
+        if s.spec == s.plan.chosen.spec and not overlaps(s.schedule)
+    ]
+    return [*(tag("p", text) for text in texts), *(tag("p", text, class_="note") for text in notes)]
+
+
+def _ran_table(run: Run) -> Html:
+    rows = [
+        (s.name, sizes(s.problem), s.spec, "proved", _verdict(s), f"{s.max_error:.2g}", f"{s.tolerance:.2g}")
+        for s in run.layers
+    ]
+    caption = f"{count(run.world_size, 'rank')}, {count(run.tokens, 'token')}, {run.dtype}; M, N and K of all ranks"
+    heads = (*HEADS, "proof", "result", "largest error", "allowed error")
+    return table(caption, heads, rows, words=(0, 2, 3, 4))
+
+
+def _speeds(run: Run, charts: Charts) -> list[Html]:
+    """Return the times on GPUs."""
+    times = [(layer.name, speeds, speeds.overlapped_us) for layer, speeds in run.measured_layers]
+    notes = []
+    if run.exceeds_ideal:
+        notes.append(
+            "Where the share of ideal is over 100 %, the slower half alone took longer than the overlapped call; times scatter "
+            "by that much, or the schedule's exchange is faster than the collective."
+        )
+    notes += [f"{s.name}: chosen by measurement, ms: {_tried(speeds)}" for s, speeds in run.measured_layers if speeds.tried]
+    caption = "Medians over rounds of the slowest rank; bars below show the same"
+    rows = [(s.name, s.spec, *_times(speeds, speeds.overlapped_us)) for s, speeds in run.measured_layers]
+    return [
+        table(caption, (HEADS[0], HEADS[2], *TIMES), rows, words=(0, 1)),
+        *(tag("p", text, class_="note") for text in notes),
+        bars_panel("bars-measured", "Bars: measured times; the table has the numbers", _bars(times), charts),
+    ]
+
+
+def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[str, ...]:
+    gain = f"{times.sequential_us / overlapped_us:.2f} ×" if overlapped_us else "–"
+    found = (times.sequential_us, overlapped_us, times.ideal_us)
+    return (*map(ms, found), percent(times.share_of_ideal), gain)
+
+
+def _bars(times: Times) -> Figure:
+    sequential, ideal = [t.sequential_us for _, t, _ in times], [t.ideal_us for _, t, _ in times]
+    overlapped = [overlapped_us for _, _, overlapped_us in times]
+    return bars([name for name, _, _ in times], {"sequential": sequential, "weft": overlapped, "ideal": ideal})
+
+
+def _marks(times: Plan | Speeds) -> dict[str, float]:
+    return {"sequential": times.sequential_us, "ideal": times.ideal_us}
+
+
+def _tried(speeds: Speeds) -> str:
+    """Return the time of every candidate in words, the fastest first."""
+    return ", ".join(f"{name} {ms(time)}" for name, time in speeds.candidates_us)
+
+
+def _verdict(layer: LayerRun) -> Html:
+    return tag("span", "right" if layer.ok else "WRONG", class_="right" if layer.ok else "wrong")
 
 
 def write_report(run: Run, folder: Path) -> Path:
@@ -106,3 +269,69 @@ def _introduction(run: Run) -> tuple[str, ...]:
 def facts_list(facts: Iterable[tuple[str, str]]) -> Html:
     """Return a list of facts, each with its name, as HTML."""
     return tag("dl", join(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts))
+
+
+def write_plan_report(
+    model: str, machine: Machine, plans: Sequence[tuple[str, Plan]], folder: Path, *, tokens: int, dtypes: str
+) -> Path:
+    """Write `folder`/index.html, and return its path. plans: by layer. Raises ValueError if it cannot be written."""
+    charts: Charts = {}
+    ranks = plans[0][1].problem.world_size if plans else machine.world_size
+    size = f"{count(ranks, 'rank')}, {count(tokens, 'token')}"
+    facts = [("Machine", machine.description), ("Size", size), ("Inputs", dtypes)]
+    header = tag("header", tag("h1", f"{model}: schedules that weft plans"), facts_list(facts))
+    section = predicted_section(f"Predicted for {machine.description}", plans, charts, ranks=ranks, tokens=tokens)
+    return write_page(document(f"{model} planned", [header, section], charts), folder)
+
+
+def write_schedule_report(schedule: Schedule, machine: Machine, found: Simulation, folder: Path) -> Path:
+    """Write `folder`/index.html, and return its path. Raises ValueError if it cannot be written."""
+    return write_page(schedule_page(schedule, machine, found), folder)
+
+
+def schedule_page(schedule: Schedule, machine: Machine, found: Simulation) -> str:
+    """Return the page as HTML."""
+    charts: Charts = {}
+    losses = found.losses
+    marks = {"sequential": found.sequential_us, "ideal": losses.ideal_us}
+    timeline = timeline_panel("timeline", f"{losses.spec} on {machine.name}", found.spans, marks, charts)
+    sections = [
+        _schedule_header(schedule, machine, found),
+        _schedule_times(found),
+        tag("section", tag("h2", "Timeline"), timeline),
+        _numbers(machine),
+    ]
+    return document(f"{losses.spec} simulated", sections, charts)
+
+
+def _schedule_header(schedule: Schedule, machine: Machine, found: Simulation) -> Html:
+    facts = [("Problem", str(schedule.problem)), ("Machine", machine.description), ("Steps", str(len(found.spans)))]
+    return tag("header", tag("h1", f"{found.losses.spec} simulated"), facts_list(facts))
+
+
+def _schedule_times(found: Simulation) -> Html:
+    losses = found.losses
+    times = [
+        (losses.spec, ms(found.total_us)),
+        ("sequential", ms(found.sequential_us)),
+        ("whole computation alone", ms(losses.computation_us)),
+        ("whole communication alone", ms(losses.communication_us)),
+        ("exposed", ms(losses.exposed_us)),
+    ]
+    ratios = [
+        ("decomposition of the matmul", _ratio(losses.gemm_dil)),
+        ("contention of the matmul", _ratio(losses.gemm_cil)),
+        ("decomposition of the communication", _ratio(losses.communication_dil)),
+        ("contention of the communication", _ratio(losses.communication_cil)),
+    ]
+    parts = table("Times", ("", "ms"), times), table("Losses: times over those alone, or whole", ("", "ratio"), ratios)
+    return tag("section", tag("h2", "Predicted"), *parts)
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _numbers(machine: Machine) -> Html:
+    rows = list(machine.sources.items())
+    return tag("footer", tag("h2", "Sources"), table("Each number of the machine", ("number", "from"), rows, words=(0, 1)))

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from weft.report.charts import Charts, chart_panel, timeline_panel
 from weft.report.charts import Figure as Drawn
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
-from weft.report.panels import Charts, chart_panel, timeline_panel
 from weft.studies.published import Figure, Unit
 from weft.studies.study import Chart, Done, PointChart, StudyTable, TimelineChart, tables, words
 

@@ -26,12 +26,9 @@ import torch
 import torch.distributed as dist
 
 from weft.compat.c10d import LIVING_GROUPS
-from weft.compat.device import current_device
-from weft.compat.dispatch import without_inference_mode
-from weft.compat.layouts import address_of, layout_check, make_empty
-from weft.compat.storages import reference_of
+from weft.compat.device import current_device, reference_of
+from weft.compat.dispatch import address_of, layout_check, make_empty, thread_state, without_inference_mode
 from weft.compat.streams import capturing, raw_stream, replay_graph
-from weft.compat.thread_state import thread_state
 from weft.core.schedule import Schedule
 from weft.runtime.bound import Outputs
 from weft.runtime.calls import Call

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from weft.compat.layouts import address_of
+from weft.compat.dispatch import address_of
 from weft.runtime.bindings import Bindings
 from weft.runtime.launches import NotPreparedError
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 
 from weft.comm.symmetric_heap import Allocation
-from weft.compat.graph_trees import outside_graph_trees
+from weft.compat.device import outside_graph_trees
 from weft.compat.streams import Word
 from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem

@@ -16,9 +16,8 @@ import torch
 
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import DeviceHeap
-from weft.compat.comm_streams import comm_stream, current_lane_priority, give_back, priority_number
 from weft.compat.device import capabilities, idle
-from weft.compat.streams import Driver, Word, raw_stream
+from weft.compat.streams import Driver, Word, comm_stream, current_lane_priority, give_back, priority_number, raw_stream
 from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import Scaling
 from weft.kernels.launch import record_launches

@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 from weft.comm.symmetric_heap import HostAllocation
+from weft.compat.dispatch import multiplies
 from weft.compat.streams import Word
-from weft.compat.tensors import multiplies
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.problem import RaggedProblem, Scaling
 from weft.core.schedule import (

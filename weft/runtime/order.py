@@ -49,7 +49,7 @@ from typing import Any
 import torch
 
 from weft.comm.rank_group import RankGroup
-from weft.compat.storages import living_storage, release_storage, weak_storage
+from weft.compat.device import living_storage, release_storage, weak_storage
 from weft.compat.streams import Driver, checked
 from weft.core.errors import WaitTimeout
 

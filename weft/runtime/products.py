@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.compat.cublas import matmul_settings, needs_torch
-from weft.compat.cublaslt import ALIGN_BYTES, Algorithm, CublasProduct, Library, library, supports
+from weft.compat.cublas import ALIGN_BYTES, Algorithm, CublasProduct, Library, library, matmul_settings, needs_torch, supports
 from weft.compat.device import current_device
 from weft.compat.streams import raw_stream
 from weft.core.logs import warn_once

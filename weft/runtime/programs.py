@@ -27,9 +27,8 @@ import torch
 from weft import schedules
 from weft.checker import check
 from weft.comm.rank_group import RankGroup
-from weft.compat.device import on_device
-from weft.compat.graph_trees import outside_graph_trees
-from weft.compat.symmetric_memory import free_unused
+from weft.compat.c10d import free_unused
+from weft.compat.device import on_device, outside_graph_trees
 from weft.core.errors import PeerLost
 from weft.core.logs import warn_once
 from weft.core.problem import Problem, RaggedProblem

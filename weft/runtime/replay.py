@@ -24,8 +24,7 @@ from typing import Any
 
 import torch
 
-from weft.compat.comm_streams import comm_stream
-from weft.compat.streams import Driver
+from weft.compat.streams import Driver, comm_stream
 from weft.core.logs import warn_once
 from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.order import Exclusive

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from weft.compat.cublas import scaled_mm, takes
 from weft.compat.device import capabilities
-from weft.compat.scaled_mm import scaled_mm, takes
 from weft.core.machine import Machine
 from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
 from weft.runtime.launches import FactorScales

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weft.compat.cublaslt import ALIGN_BYTES
+from weft.compat.cublas import ALIGN_BYTES
+from weft.compat.device import has_graph_trees, outside_graph_trees
 from weft.compat.dispatch import autocast_enabled
-from weft.compat.graph_trees import has_graph_trees, outside_graph_trees
 from weft.runtime.bound import Inputs, Outputs
 from weft.runtime.call_tensors import CallTensors, Issue
 from weft.runtime.calls import PLAIN

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 
 from weft.compat import cublas
-from weft.compat.comm_streams import Priority, priority_number
-from weft.compat.streams import checked, driver_api
+from weft.compat.streams import Priority, checked, driver_api, priority_number
 
 _CARVING = threading.Lock()
 _CARVED: dict[object, int] = {}

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from weft.compat.dispatch import NO_BACKWARD, backward_pass
-from weft.compat.fsdp import before_registered_methods, forward_has_begun
+from weft.compat.dtensors import before_registered_methods, forward_has_begun
 from weft.ops.common import resolve_group
 from weft.overlap.concurrent.calls import get_caches
 from weft.overlap.concurrent.choice import ConcurrentChoice

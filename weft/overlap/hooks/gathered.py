@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from weft.compat.fsdp import param_groups, prefetched, reshards_after_forward, set_prefetched, state_of
+from weft.compat.dtensors import param_groups, prefetched, reshards_after_forward, set_prefetched, state_of
 from weft.schedules.concurrent import Method
 
 

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,14 +24,13 @@ from weft.core.logs import warn_once
 from weft.core.machine import Machine
 from weft.core.version import __version__
 from weft.runtime.ranks import RankFailed, Ranks
-from weft.tools.calibrate import common, host_probes
-from weft.tools.calibrate.base import base
+from weft.tools.calibrate import common
+from weft.tools.calibrate.common import ProbeSample
 from weft.tools.calibrate.kernel_fields import staging_check
-from weft.tools.calibrate.profile import COLLECTIVES, Profile
-from weft.tools.calibrate.samples import ProbeSample
+from weft.tools.calibrate.profile import COLLECTIVES, Profile, base
 
 Progress = Callable[[str, int, int], None]
-PROBE_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S, START_TIMEOUT_S = 60.0, 120.0
 TOTAL_TIMEOUT_S = 240.0
 """The timeout of all probes together. Probes that have not started by then count as failed."""
 _MIB = 1 << 20
@@ -83,14 +83,14 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResults:
-    """ProbeResults has what a run of probes has given.
+    """ProbeResults has what a run of probes has given, by the name of the probe.
 
-    samples: the samples of all probes.
-    seconds: the duration of each probe that ran, by its name.
-    failed: why numbers were not measured, by the prefix of their paths.
+    samples: those of each probe that succeeded.
+    seconds: the duration of each probe that ran.
+    failed: why a probe has no samples.
     """
 
-    samples: list[ProbeSample] = field(default_factory=list)
+    samples: dict[str, list[ProbeSample]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -116,67 +116,65 @@ class Calibration:
 def probes(device: str) -> tuple[Probe, ...]:
     """Return the probes for a device, "cpu" or "cuda", in the order in which they run."""
     on_gpu = device == "cuda"
-    specific: Any = host_probes
+    launches, flags, hops, concurrent = common.host_launches, common.host_flags, common.host_hops, common.host_concurrent
     if on_gpu:  # imported here because it needs Triton
-        from weft.tools.calibrate import gpu_probes as specific
+        from weft.tools.calibrate.gpu_probes import concurrent, flags, hops, launches
     shapes, sizes = (GPU_SHAPES, GPU_BYTES) if on_gpu else (HOST_SHAPES, HOST_BYTES)
     first, *others = ("bfloat16", "float32") if on_gpu else ("float32", "bfloat16", "float16")
     tiles, memory = ("gpu.tiles", "gpu.tile_us", f"gpu.tflops.{first}"), (256 if on_gpu else 16) * _MIB
     listed = [
-        Probe(name="launches", work=specific.launches, measures=("launch_us",)),
+        Probe(name="launches", work=launches, measures=("launch_us",)),
         Probe(name="memory", work=common.memory, arguments=(memory,), measures=("gpu.hbm_gbps",)),
         Probe(name=f"matmuls, {first}", work=common.gemms, arguments=(shapes, first), measures=tiles),
         *(
             Probe(name=f"a matmul, {each}", work=common.gemms, arguments=(shapes[1:2], each), measures=(f"gpu.tflops.{each}",))
             for each in others
         ),
-        Probe(name="flags", work=specific.flags, measures=("flag_us",)),
-        Probe(name="flags between ranks", work=specific.hops, measures=("wake_us", "links.latency_us")),
+        Probe(name="flags", work=flags, measures=("flag_us",)),
+        Probe(name="flags between ranks", work=hops, measures=("wake_us", "links.latency_us")),
         *(
             Probe(name=op, work=common.collectives, arguments=(op, sizes), measures=(f"collectives.{op}",))
             for op in COLLECTIVES
         ),
         Probe(
             name="concurrent pairs",
-            work=specific.concurrent,
+            work=concurrent,
             measures=("contention.gemm", "contention.copy", "contention.all_"),
         ),
     ]
     if not on_gpu:
-        listed.append(Probe(name="gathers", work=specific.gathers, arguments=(1 << 12, 128), measures=("gpu.gather_share",)))
-        return (*listed, Probe(name="copies", work=specific.copies, measures=("copies.", "links.")))
+        listed.append(Probe(name="gathers", work=common.host_gathers, arguments=(1 << 12, 128), measures=("gpu.gather_share",)))
+        return (*listed, Probe(name="copies", work=common.host_copies, measures=("copies.", "links.")))
+    return (*listed, *_gpu_probes())
+
+
+def _gpu_probes() -> tuple[Probe, ...]:
+    """Return the probes that run on GPUs only: of copy engines, stores and weft's own kernels."""
+    from weft.tools.calibrate import gpu_probes as gpu
+
     several = ("copies.several_gbps", "copies.engines", "copies.turning")
-    listed += [
-        Probe(name="copies", work=specific.copies, arguments=("push",), measures=("copies.", "links.")),
-        Probe(name="copies to all", work=specific.several, measures=several),
-        Probe(name="stores", work=specific.stores, measures=("stores.gbps", "stores.sms")),
-        Probe(name="matmuls in a row", work=specific.power, measures=("gpu.sustained",)),
-    ]
-    return (*listed, *_kernel_probes())
-
-
-def _kernel_probes() -> tuple[Probe, ...]:
-    """Return the probes of weft's own kernels, which run on GPUs only."""
-    from weft.tools.calibrate import kernel_probes as kernels
-
     fields = ("kernels.lookup_copy_gbps", "kernels.lookup_copy_bytes")
     exchanged = ("kernels.row_us", "kernels.streamed", "kernels.exchange_us")
     counted = ("gpu.kernel_tiles", "gpu.flag_efficiency", "gpu.half_tile")
     return (
-        Probe(name="tiles that count", work=kernels.counted_tiles, arguments=(4096,), measures=counted),
-        Probe(name="tiles that hardware stores", work=kernels.stored_tiles, arguments=(4096,), measures=("gpu.stored_tiles",)),
-        Probe(name="lookups", work=kernels.lookups, arguments=(1 << 20, 256), measures=("gpu.gather_share",)),
-        Probe(name="sums", work=kernels.sums, arguments=(32 * _MIB,), measures=("kernels.sm_gbps", "kernels.pull_gbps")),
-        Probe(name="multiplied and exchanged", work=kernels.exchanges, arguments=((512, 4096),), measures=exchanged),
+        Probe(name="copies", work=gpu.copies, arguments=("push",), measures=("copies.", "links.")),
+        Probe(name="copies to all", work=gpu.several, measures=several),
+        Probe(name="stores", work=gpu.stores, measures=("stores.gbps", "stores.sms")),
+        Probe(name="matmuls in a row", work=gpu.power, measures=("gpu.sustained",)),
+        Probe(name="tiles that count", work=gpu.counted_tiles, arguments=(4096,), measures=counted),
+        Probe(name="tiles that hardware stores", work=gpu.stored_tiles, arguments=(4096,), measures=("gpu.stored_tiles",)),
+        Probe(name="lookups", work=gpu.lookups, arguments=(1 << 20, 256), measures=("gpu.gather_share",)),
+        Probe(name="sums", work=gpu.sums, arguments=(32 * _MIB,), measures=("kernels.sm_gbps", "kernels.pull_gbps")),
+        Probe(name="multiplied and exchanged", work=gpu.exchanges, arguments=((512, 4096),), measures=exchanged),
         Probe(
             name="tiles at a peer",
-            work=kernels.far_tiles,
+            work=gpu.far_tiles,
             arguments=((512, 8192),),
             measures=("stores.tiles", "stores.stall"),
         ),
-        Probe(name="a matrix in the cache", work=kernels.cached, arguments=(4096, 2560), measures=("gpu.l2_gbps",)),
-        Probe(name="copies during lookups", work=kernels.copies_during_lookups, arguments=(1 << 20, 256), measures=fields),
-        Probe(name="rows of two pieces", work=kernels.staged, arguments=(4096,)),
+        Probe(name="a matrix in the cache", work=gpu.cached, arguments=(4096, 2560), measures=("gpu.l2_gbps",)),
+        Probe(name="copies during lookups", work=gpu.copies_during_lookups, arguments=(1 << 20, 256), measures=fields),
+        Probe(name="rows of two pieces", work=gpu.staged, arguments=(4096,)),
     )
 
 
@@ -195,55 +193,72 @@ def calibrate(*, device: str, ranks: int, name: str, progress: Progress) -> Cali
     gpus = torch.cuda.device_count() if device == "cuda" else ranks
     if ranks > gpus:
         raise ValueError(f"ranks is {ranks}, but this machine has {gpus} GPUs; use fewer ranks, or --device cpu")
-    results = _run_probes(device, ranks, probes(device), progress)
+    todo = probes(device)
+    results = run_probes(device, ranks, todo, progress)
+    failed = {}
+    for probe in todo:
+        if probe.name in results.failed:
+            reason = f"probe {probe.name!r}: {results.failed[probe.name]}"
+            warn_once(f"calibration: {reason}")
+            failed.update(dict.fromkeys(probe.measures, reason))
+    samples = tuple(chain(*results.samples.values()))
     today = datetime.datetime.now(datetime.UTC).date()
     hardware = torch.cuda.get_device_name(0) if device == "cuda" else f"CPU of {os.cpu_count()} cores"
     description = f"{ranks} x {hardware}, calibrated" if device == "cuda" else f"{ranks} processes on a {hardware}, calibrated"
-    when = f"{today}, weft {__version__}"
-    profile = Profile(base(device, ranks), results.samples, world_size=ranks, when=when, failed=results.failed)
+    profile = Profile(base(device, ranks), samples, world_size=ranks, when=f"{today}, weft {__version__}", failed=failed)
     machine = profile.machine(name, description, device=torch.cuda.get_device_name(0) if device == "cuda" else "cpu")
-    check = staging_check(machine, results.samples)
+    check = staging_check(machine, samples)
     return Calibration(
         machine=machine,
-        samples=tuple(results.samples),
+        samples=samples,
         seconds=results.seconds,
-        failed=results.failed,
+        failed=failed,
         checks=(check,) if check else (),
     )
 
 
-def _run_probes(device: str, ranks: int, todo: Sequence[Probe], progress: Progress) -> ProbeResults:
-    """Run the probes in turn. After one that fails, start new rank processes, because a process keeps an error of CUDA."""
-    results, deadline, start_failure = ProbeResults(), time.monotonic() + TOTAL_TIMEOUT_S, ""
-    pool = Ranks(ranks, device=device)
+def run_probes(
+    device: str,
+    ranks: int,
+    todo: Sequence[Probe],
+    progress: Progress = lambda *_: None,
+    *,
+    probe_s: float = PROBE_TIMEOUT_S,
+    total_s: float = TOTAL_TIMEOUT_S,
+    start_s: float = START_TIMEOUT_S,
+    environment: dict[str, str] | None = None,
+) -> ProbeResults:
+    """Run the probes in turn, in rank processes with these variables of the environment.
+
+    Probes that have not started within total_s are not tried. Raises RankFailed if the ranks do not start.
+    """
+    results, deadline, start_failure = ProbeResults(), time.monotonic() + total_s, ""
+    start: dict[str, Any] = {"device": device, "environment": environment, "start_s": start_s}
+    pool = Ranks(ranks, **start)
     try:
         for done, probe in enumerate(todo):
             progress(probe.name, done, len(todo))
-            start = time.monotonic()
-            timeout_s = min(PROBE_TIMEOUT_S, deadline - start)
+            begun = time.monotonic()
+            timeout_s = min(probe_s, deadline - begun)
             if start_failure or timeout_s < 1:
-                reason = start_failure or f"not tried within {TOTAL_TIMEOUT_S:g} s"
-                results.failed.update(dict.fromkeys(probe.measures, reason))
+                results.failed[probe.name] = start_failure or f"not tried within {total_s:g} s"
                 continue
             try:
-                results.samples.extend(pool.run(probe.work, device, *probe.arguments, timeout_s=timeout_s)[0])
+                results.samples[probe.name] = pool.run(probe.work, device, *probe.arguments, timeout_s=timeout_s)[0]
             except RankFailed as error:
-                reason = _log_failure(f"probe {probe.name!r} failed", error)
-                results.failed.update(dict.fromkeys(probe.measures, reason))
-                pool.close(grace_s=1.0)
+                results.failed[probe.name] = _first_line(error)
+                # New processes run the remaining probes, because a process keeps an error of CUDA.
+                pool.close(grace_s=0.0 if error.lost else 1.0)
                 try:
-                    pool = Ranks(ranks, device=device)
+                    pool = Ranks(ranks, **start)
                 except RankFailed as again:
-                    start_failure = _log_failure(f"ranks do not start after probe {probe.name!r}", again)
-            results.seconds[probe.name] = time.monotonic() - start
+                    start_failure = f"ranks do not start after probe {probe.name!r}: {_first_line(again)}"
+            results.seconds[probe.name] = time.monotonic() - begun
         progress("done", len(todo), len(todo))
     finally:
         pool.close()
     return results
 
 
-def _log_failure(what: str, error: RankFailed) -> str:
-    """Log a failure as a warning, and return its text in one line."""
-    text = f"{what}: {' '.join(str(error).split())[:200]}"
-    warn_once(f"calibration: {text}")
-    return text
+def _first_line(error: RankFailed) -> str:
+    return str(error).splitlines()[0][:200]

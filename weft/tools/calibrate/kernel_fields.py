@@ -17,7 +17,7 @@ from weft.core.problem import DType, Problem
 from weft.perf import run
 from weft.perf.terms import staged_us
 from weft.schedules import build
-from weft.tools.calibrate.samples import ProbeSample, of
+from weft.tools.calibrate.common import ProbeSample, of
 
 Samples = Sequence[ProbeSample]
 _DTYPE: DType = "bfloat16"

@@ -1,29 +1,37 @@
 """Derives a Machine from samples. Each number has a source, with the variation of its samples.
 
 Fits minimise relative errors, so small sizes count as much as large ones. Numbers that no probe measures are those of a base
-profile, and their sources say so. If a probe failed, its numbers are also those of the base profile, with the reason.
+profile, and their sources say so. For GPUs the base is the nearest shipped profile, and for a CPU a model of the host executor.
+If a probe failed, its numbers are also those of the base profile, with the reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from weft.core import codec
 from weft.core.logs import warn_once
-from weft.core.machine import CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, numbers
+from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, load, numbers
+from weft.core.problem import ITEMSIZE
+from weft.core.settings import put
 from weft.perf.terms import gemm_us
-from weft.tools.calibrate.base import REPORTED
+from weft.runtime.nearest import nearest_profile
+from weft.tools.calibrate.common import ProbeSample, of, typical_spread
 from weft.tools.calibrate.kernel_fields import DERIVED, Derived
-from weft.tools.calibrate.samples import ProbeSample, of, typical_spread
 
 T = TypeVar("T")
 
+REPORTED = "the device's own report"
+"""The source of numbers that the device reports, which need no probe."""
+_TILE = 64
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 PAIRS = ("gemm during copy", "copy during gemm", "gemm during all_gather", "all_gather during gemm")
 _ASSUMED = "assumed: as "
@@ -133,11 +141,7 @@ class Profile:
         values = derived.values(machine, self.samples)
         data: dict[str, Any] = codec.dump(machine)
         for path, value in values.items():
-            *parents, last = path.split(".")
-            at = data
-            for parent in parents:
-                at = at[parent]
-            at[last] = value
+            put(data, path, lambda _: value)  # noqa: B023
             data["sources"][path] = f"measured {self._when}: {derived.method}"
             used = [sample for what in derived.samples for sample in of(self.samples, what)]
             data["spreads"][path] = typical_spread(used)
@@ -343,3 +347,70 @@ def _gemm_us(machine: Machine, sample: ProbeSample, dtype: str) -> float:
 def _tflops_of(sample: ProbeSample) -> float:
     m, n, k = sample.key
     return 2 * m * n * k / sample.median_us / 1e6
+
+
+def base(device: str, ranks: int) -> Machine:
+    """Return a complete profile, in which measured numbers replace others. device: "cpu" or "cuda"."""
+    return _host(ranks) if device == "cpu" else _gpu()
+
+
+def _gpu() -> Machine:
+    nearest = nearest_profile(torch.device("cuda", 0))
+    found = torch.cuda.get_device_properties(0)
+    gpu = dataclasses.replace(nearest.gpu, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
+    reported = dict.fromkeys(("gpu.sms", "gpu.l2_bytes"), REPORTED)
+    return dataclasses.replace(nearest, gpu=gpu, sources={**nearest.sources, **reported})
+
+
+def _host(ranks: int) -> Machine:
+    """Model a rank's share of the cores as SMs with small square tiles. All copies share the host's memory.
+
+    Every 1 is a placeholder for a number that is measured, or that does not matter for the host executor."""
+    threads = max(2, (os.cpu_count() or 1) // ranks)
+    gpu = Gpu(
+        sms=threads,
+        tflops=dict.fromkeys(ITEMSIZE, 1e-3),
+        tiles=(Tile(rows=_TILE, cols=_TILE, efficiency=1.0),),
+        tile_us=1.0,
+        flag_efficiency=1.0,
+        hbm_gbps=1.0,
+        l2_bytes=1,
+        half_tile=1.0,
+        cut_k=8192,
+        gather_share=1.0,
+        burst_bytes=64,
+    )
+    values: dict[str, Any] = {
+        "name": "host executor",
+        "description": "modelled",
+        "world_size": ranks,
+        "gpu": gpu,
+        "copies": CopyEngines(copy_us=1.0, gbps=1.0, several_gbps=1.0, engines=1),
+        "stores": Stores(gbps=((1, 1.0), (threads, 1.0)), sms=1, sms_alone=1, stall=1.0),
+        "kernels": load("h200x8").kernels,
+        "links": Links(topology="pcie", gbps=1.0, latency_us=1.0, host_gbps=1.0),
+        "launch_us": 1.0,
+        "flag_us": 1.0,
+        "collectives": {op: AlphaBeta(fixed_us=1.0, step_us=1.0, gbps=1.0) for op in ("all_gather", "reduce_scatter")},
+    }
+    paths = dict.fromkeys(path for key, value in values.items() for path, _ in numbers(value, key))
+    return Machine(**values, sources=dict.fromkeys(paths, "assumed, a placeholder of the model"))
+
+
+def derive(machine: Machine, world_size: int, name: str) -> Machine:
+    """Return `machine` with `world_size` GPUs. Its sources say which numbers are derived.
+
+    Computation, copies, stores, flags and launches are those of the measured profile. The links lead to a switch, so a port's
+    rate does not change. The tables of collectives do not change either: predictions for more ranks add a hop for each further
+    rank and scale the time per byte by the number of peers, but stay within the links' rate (weft.perf.terms.collective_us).
+    Raises ValueError for fewer GPUs than it has, and for links whose rate more GPUs would have to share."""
+    if world_size <= machine.world_size:
+        raise ValueError(f"--ranks is {world_size}; {machine.name} has {machine.world_size}: derive a profile of more")
+    if machine.links.topology != "switch":
+        raise ValueError(
+            f"links.topology is {machine.links.topology!r}; only behind a switch do more GPUs leave links as they are"
+        )
+    description = f"{world_size} GPUs, derived from {machine.name} ({machine.description})"
+    known = {path: f"derived from {machine.name}: {source}" for path, source in machine.sources.items()}
+    known["world_size"] = f"derived from {machine.name}"
+    return dataclasses.replace(machine, name=name, description=description, world_size=world_size, sources=known, spreads={})
