@@ -112,7 +112,7 @@ def make_parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "collectives": make_test_part(120, "collectives"),
         "across_nodes": make_test_part(150, "nodes"),
         "kernels": make_test_part(240, "triton", "kernels", "products"),
-        "mixed": make_test_part(240, "mixed"),
+        "mixed": make_test_part(300, "mixed", "fsdp"),
         "fp8": make_test_part(400, "fp8", "fp8_layers"),
         "products": alone("products", 90),
         "gemm": alone("gemm", 90),
