@@ -22,7 +22,7 @@ from weft.runtime.ranks import Ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 4, reason=f"needs four ranks on GPUs, this machine has {GPUS}")]
 pool = ranks_on_gpus(4, 20)
 WIDTH, TOKENS = 512, 256
-LONG = 1_500_000_000
+LONG = 6_000_000_000
 """Cycles of a sleep that outlasts a forward pass, also where four ranks share a GPU in turns."""
 
 
@@ -54,7 +54,7 @@ class Inner(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
-def _model(grid: dist.DeviceMesh) -> tuple[nn.Sequential, nn.Sequential]:
+def _model(grid: dist.DeviceMesh, schedule: str = "auto") -> tuple[nn.Sequential, nn.Sequential]:
     """The whole model, and the same sharded over tokens and columns, and then over replicas."""
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -62,8 +62,8 @@ def _model(grid: dist.DeviceMesh) -> tuple[nn.Sequential, nn.Sequential]:
     model = copy.deepcopy(alone)
     plan: dict[str, Any] = {
         "norm": weft.SequenceParallel(use_local_output=True),
-        "inner": weft.SharedInput(["gate", "up"], input_layouts=Shard(1)),
-        "inner.down": weft.RowwiseParallel(output_layouts=Shard(1)),
+        "inner": weft.SharedInput(["gate", "up"], input_layouts=Shard(1), schedule=schedule),
+        "inner.down": weft.RowwiseParallel(output_layouts=Shard(1), schedule=schedule),
     }
     for block in model:
         parallelize_module(block, grid["tp"], plan)
@@ -105,14 +105,16 @@ def test_gradients_are_those_of_one_process(pool: Ranks) -> None:
 
 
 @alarm(150)
-def _independence() -> None:
-    """A gather that is late delays the block that reads it, and not the weft calls before it. A late weft call delays no gather."""
+def _independence(schedule: str) -> None:
+    """A late gather delays the block that reads it, and not the weft calls before it. A late weft call delays no gather."""
     grid = _grid()
-    _, model = _model(grid)
+    _, model = _model(grid, schedule)
     torch.manual_seed(1)
     x = _own(torch.randn(2, TOKENS, WIDTH, device="cuda").bfloat16(), grid)
-    for _ in range(3):  # schedules are chosen, and streams made
+    for _ in range(3):  # programs and streams are made
         model(x).sum().backward()
+        with torch.no_grad():
+            model(x)
     gathers = model._get_fsdp_state()._comm_ctx.all_gather_stream
     first, second, _ = model
     reached = {name: torch.cuda.Event() for name in ("late", "first block", "second gather")}
@@ -141,5 +143,6 @@ def _independence() -> None:
     torch.cuda.synchronize()
 
 
-def test_gathers_of_units_and_wefts_calls_do_not_wait_for_each_other(pool: Ranks) -> None:
-    pool.run(_independence)
+@pytest.mark.parametrize("schedule", ["sequential", "shard_p2p", "direct_store"])
+def test_gathers_of_units_and_wefts_calls_do_not_wait_for_each_other(pool: Ranks, schedule: str) -> None:
+    pool.run(_independence, schedule)
