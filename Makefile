@@ -17,7 +17,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-all recipes test-gpu mutate lint types docs ledger site audit clean
+.PHONY: run test test-slow test-all recipes test-gpu mutate lint types size docs ledger site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -57,6 +57,10 @@ lint: $(VENV)/.set-up-dev
 
 types: $(VENV)/.set-up-dev
 	$(BIN)/mypy
+
+# Files, lines and code lines of each room of the package, and of what lies beside it.
+size:
+	$(PYTHON) tests/project/size.py
 
 # The parts of README.md and docs/ that code writes: timelines, counts, the chart.
 docs: $(VENV)/.set-up-run
