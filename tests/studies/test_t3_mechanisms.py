@@ -9,14 +9,14 @@ from itertools import pairwise
 import pytest
 from t3_tiny import product, tiny
 
-from weft.studies.profile import changed, switches
-from weft.studies.t3 import variants
-from weft.studies.t3.configurations import Overlapped, SubLayerRun, fused, run_sublayer
-from weft.studies.t3.gemm import slices_under_way
-from weft.studies.t3.mapping import Collective, mapping, unrotated
-from weft.studies.t3.memory import Policy
-from weft.studies.t3.system import T3System, load
-from weft.studies.t3.work import SUBLAYERS, SubLayer
+from weft_studies.profile import changed, switches
+from weft_studies.t3 import variants
+from weft_studies.t3.configurations import Overlapped, SubLayerRun, fused, run_sublayer
+from weft_studies.t3.gemm import slices_under_way
+from weft_studies.t3.mapping import Collective, mapping, unrotated
+from weft_studies.t3.memory import Policy
+from weft_studies.t3.system import T3System, load
+from weft_studies.t3.work import SUBLAYERS, SubLayer
 
 COLLECTIVES: tuple[Collective, ...] = ("ring_reduce_scatter", "direct_reduce_scatter", "all_to_all", "all_gather")
 MANY = 10**6
