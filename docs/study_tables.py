@@ -15,9 +15,9 @@ from typing import Any
 from text_tables import ROOT, table
 
 from weft.core import codec
-from weft_studies.ficco.study import FiccoStudy
+from weft_studies.ficco.evaluation import FiccoStudy
+from weft_studies.figures import JointSweep, SweptRow, swept_table
 from weft_studies.study import STUDIES, Done, StudyTable, load_study, simulate, tables, words
-from weft_studies.sweep import JointSweep, SweptRow, swept_table
 
 STORED = {name: ROOT / "docs" / f"{name}_study.json" for name in STUDIES}
 DRAWS = 200

@@ -14,7 +14,7 @@ from weft.report.charts import Charts, chart_panel, timeline_panel
 from weft.report.charts import Figure as Drawn
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
-from weft_studies.published import Figure, Unit
+from weft_studies.figures import Figure, Unit
 from weft_studies.study import Chart, Done, PointChart, StudyTable, TimelineChart, tables, words
 
 COLOURS = ("#8c8c8c", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999933")

@@ -1,6 +1,6 @@
 """A Study is a published evaluation that weft simulates. This module runs studies and collects their results.
 
-Each study is the value STUDY of a module `weft_studies.NAME.presentation`, which `load_study` imports.
+Each study is the value STUDY of a module `weft_studies.NAME.study`, which `load_study` imports.
 """
 
 from __future__ import annotations
@@ -12,9 +12,25 @@ from typing import Any
 
 from weft.core import codec
 from weft.core.span import Span
+from weft_studies.figures import (
+    LABELS,
+    Figure,
+    JointSweep,
+    Row,
+    SweptRow,
+    Unit,
+    figures_table,
+    headline,
+    joint,
+    joint_table,
+    joint_words,
+    labels_table,
+    numbers_table,
+    one_at_a_time,
+    swept_table,
+    unmoved,
+)
 from weft_studies.profile import Progress
-from weft_studies.published import LABELS, Figure, Row, Unit, figures_table, headline, labels_table, numbers_table
-from weft_studies.sweep import JointSweep, SweptRow, joint, joint_table, joint_words, one_at_a_time, swept_table, unmoved
 
 STUDIES: dict[str, str] = {
     "t3": "track and trigger (arXiv 2401.16677)",
@@ -163,7 +179,7 @@ def load_study(name: str) -> Study:
     """Return the study with this name. Raises ValueError if there is none."""
     if name not in STUDIES:
         raise ValueError(f"study is {name!r}; weft simulates {', '.join(STUDIES)}, or a schedule in a JSON file")
-    study: Study = importlib.import_module(f"weft_studies.{name}.presentation").STUDY
+    study: Study = importlib.import_module(f"weft_studies.{name}.study").STUDY
     return study
 
 

@@ -11,10 +11,9 @@ import simpy
 
 from weft.perf.fluid import Fluid, Resource
 from weft_studies.dlrm import kernels
-from weft_studies.dlrm.iteration import IterationRun, Method, Node
-from weft_studies.dlrm.network import NodeNetwork
+from weft_studies.dlrm.fabric import SymmetricFabric
+from weft_studies.dlrm.iteration import IterationRun, Method, Node, NodeNetwork
 from weft_studies.dlrm.system import DlrmSystem, load
-from weft_studies.fabric import SymmetricFabric
 from weft_studies.profile import changed
 
 TINY = {

@@ -171,7 +171,7 @@ def test_circles_are_seen() -> None:
         ("weft.core.schedule", "from weft import Problem"),
         ("weft.runtime.host", "from weft.report import write_report"),
         ("weft.cli.simulate", "def f():\n    import weft_studies"),
-        ("weft_studies.t3.study", "import pandas"),
+        ("weft_studies.t3.evaluation", "import pandas"),
         ("weft.novelty", "import json"),
     ],
 )

@@ -14,12 +14,9 @@ from hypothesis import strategies as st
 
 from weft.core.machine import load as load_machine
 from weft_studies.dlrm import kernels
-from weft_studies.dlrm.fabrics import fabric, torus_dims
-from weft_studies.dlrm.iteration import METHODS, IterationRun, Method, buckets, operator_ns, run
-from weft_studies.dlrm.network import NodeNetwork
+from weft_studies.dlrm.fabric import FatTree, Symmetric, SymmetricFabric, Torus, fabric, routes, torus_dims
+from weft_studies.dlrm.iteration import METHODS, IterationRun, Method, NodeNetwork, buckets, operator_ns, run
 from weft_studies.dlrm.system import DlrmSystem, Topology, load
-from weft_studies.fabric import FatTree, SymmetricFabric, Torus
-from weft_studies.fabric.symmetry import Symmetric, routes
 from weft_studies.profile import changed
 
 LATENCY = 7

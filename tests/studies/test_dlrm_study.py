@@ -12,15 +12,12 @@ from pages import charts_of
 from weft.cli import main
 from weft.core import codec
 from weft_studies.dlrm import study as studies
-from weft_studies.dlrm.paper import figures
-from weft_studies.dlrm.presentation import PARTS, STUDY, cases_table, parts
-from weft_studies.dlrm.study import DlrmStudy
+from weft_studies.dlrm.study import PARTS, STUDY, DlrmStudy, cases_table, figures, parts
 from weft_studies.dlrm.system import load
+from weft_studies.figures import SweptRow, headline
 from weft_studies.page import study_page
 from weft_studies.profile import changed, scaled
-from weft_studies.published import headline
 from weft_studies.study import Done, record
-from weft_studies.sweep import SweptRow
 
 NODES = (8, 128)
 

@@ -19,28 +19,26 @@ from weft.perf import engine
 from weft.perf.ranking import estimates
 from weft.planner.signature import signature, without_computation
 from weft.schedules import build
-from weft_studies.ficco import study as studies
-from weft_studies.ficco.gemms import FICCO_GEMMS, ficco_gemm
-from weft_studies.ficco.paper import choosers, figures, topologies
-from weft_studies.ficco.presentation import LOSSES, STUDY, correlations_table, losses_table
-from weft_studies.ficco.scenarios import unseen
-from weft_studies.ficco.sizes import correlations, spearman
-from weft_studies.ficco.study import (
+from weft_studies.ficco import evaluation as studies
+from weft_studies.ficco.evaluation import (
     BESPOKE,
     CHOSEN_FROM,
     FiccoStudy,
     Scenario,
     behind_switch,
+    correlations,
     estimated,
     load,
     pick,
     scenario,
+    spearman,
 )
+from weft_studies.ficco.gemms import FICCO_GEMMS, ficco_gemm, unseen
+from weft_studies.ficco.study import LOSSES, STUDY, choosers, correlations_table, figures, losses_table, topologies
+from weft_studies.figures import SweptRow, headline
 from weft_studies.page import study_page
 from weft_studies.profile import uncertain
-from weft_studies.published import headline
 from weft_studies.study import Done, record
-from weft_studies.sweep import SweptRow
 
 STORED = Path(__file__).parents[2] / "docs" / "ficco_study.json"
 CASES = tuple(map(ficco_gemm, ("g2", "g5", "g6")))

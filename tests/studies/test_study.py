@@ -13,11 +13,23 @@ import pytest
 from weft.core import codec
 from weft.core.span import Span
 from weft_studies import command
+from weft_studies.figures import (
+    REACH,
+    Evidence,
+    Figure,
+    JointSweep,
+    SweptRow,
+    headline,
+    joint,
+    joint_table,
+    joint_words,
+    one_at_a_time,
+    swept_table,
+    unmoved,
+)
 from weft_studies.page import study_page
 from weft_studies.profile import StudyProfile, moved, uncertain
-from weft_studies.published import Evidence, Figure, headline
 from weft_studies.study import CHANGED, STUDIES, Done, Study, load_study, record, tables, words
-from weft_studies.sweep import REACH, JointSweep, SweptRow, joint, joint_table, joint_words, one_at_a_time, swept_table, unmoved
 from weft_studies.t3.system import T3System, load
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -156,7 +168,7 @@ def test_draws_stay_within_reach_and_are_the_same_again() -> None:
 
 
 def test_a_system_of_which_no_draw_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft_studies.sweep.MOST_REFUSED", 3)
+    monkeypatch.setattr("weft_studies.figures.MOST_REFUSED", 3)
 
     def never(system: T3System) -> tuple[Figure, ...]:
         raise ValueError("units is 80")

@@ -11,19 +11,15 @@ from pages import charts_of
 
 from weft.cli import main
 from weft.core import codec
+from weft_studies.figures import SweptRow, geomean, headline
 from weft_studies.page import study_page
 from weft_studies.profile import changed, scaled
-from weft_studies.published import geomean, headline
 from weft_studies.study import Done, record
-from weft_studies.sweep import SweptRow
-from weft_studies.t3 import study as studies
-from weft_studies.t3.configurations import CONFIGURATIONS
-from weft_studies.t3.layers import other_ns
-from weft_studies.t3.paper import figures
-from weft_studies.t3.presentation import STUDY
-from weft_studies.t3.study import T3Study, concurrent, run_sublayers
-from weft_studies.t3.system import load
-from weft_studies.t3.work import SUBLAYERS, T_NLG
+from weft_studies.t3 import evaluation as studies
+from weft_studies.t3.configurations import CONFIGURATIONS, other_ns
+from weft_studies.t3.evaluation import T3Study, concurrent, run_sublayers
+from weft_studies.t3.study import STUDY, figures
+from weft_studies.t3.system import SUBLAYERS, T_NLG, load
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""This module simulates the gain of ISO in prefill, compared with the sequential program and with weft's own overlap.
+"""The Study of ISO: its gain in prefill, compared with the sequential program and with weft's own overlap.
 
 A decoder layer under tensor parallelism has two parts, attention and MLP, each of which ends with an all-reduce. ISO splits the
 tokens of a prompt into two halves, a and b, and lets each all-reduce run while the other half computes:
@@ -21,6 +21,8 @@ leaves half. Norms and rotary embeddings are left out of all three programs.
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +37,9 @@ from weft.perf.terms import collective_us, gemm_us
 from weft.planner import plan
 from weft.planner.models import Model, load_model, operator_calls
 from weft.schedules import build
+from weft_studies.figures import Evidence, Figure, Row
 from weft_studies.profile import Progress
+from weft_studies.study import Chart, ColumnChart, Study, StudyTable
 
 MACHINE = "a100x8"
 A800_LINKS = 400 / 600
@@ -192,3 +196,103 @@ class LayerModel:
 
     def _gemm_us(self, m: int, n: int, k: int) -> float:
         return gemm_us(self.machine, m, n, k, DTYPE)
+
+
+SAVED = "prefill time saved on A800s, mean"
+PREDICTED = Evidence(
+    label="predicted",
+    because="No number of the machine was chosen with it in view. The paper's mean is over prompts and numbers of GPUs that we "
+    "do not know; ours is over the lengths of the table.",
+)
+PHASES = "how the streams share the GPU (plain; the collective's with priority; that, and NCCL on 16 blocks)"
+SHORT = {"nccl": "plain", "nccl+priority": "priority", "nccl+priority+ctas=16": "16 blocks"}
+
+
+def facts(machine: Machine) -> list[tuple[str, str]]:
+    """Return a summary of the machine."""
+    return [
+        ("Machine", f"{machine.description}, {machine.links.gbps:g} GB/s a GPU"),
+        ("Model", f"{MODEL}, one decoder layer, prefill"),
+        ("GEMM peak", f"{machine.gpu.tflops['bfloat16']:g} TFLOP/s, bfloat16"),
+    ]
+
+
+def figures(done: IsoStudy) -> tuple[Figure, ...]:
+    """Return the one published figure for this machine."""
+    return _saved(done.runs)
+
+
+def _saved(runs: Sequence[PromptRun]) -> tuple[Figure, ...]:
+    return (PREDICTED.percent(SAVED, 0.15, statistics.fmean(run.iso_saved for run in runs), 0.05),)
+
+
+def sample(machine: Machine) -> tuple[Figure, ...]:
+    """Return the figure of a machine without planning weft's own overlap, which it does not need."""
+    layer = LayerModel(machine, machine.world_size)
+    return _saved([prompt(layer, tokens, overlapped=False) for tokens in TOKENS])
+
+
+def tables(done: IsoStudy) -> tuple[StudyTable, ...]:
+    """Return a table by prompt length: computation and all-reduces alone, the three programs, and what they save."""
+    return (StudyTable(name="prompts", title=f"A layer's prefill. Phases: {PHASES}", rows=_prompts(done.runs), words=(9,)),)
+
+
+def variants(done: IsoStudy, progress: Progress) -> tuple[StudyTable, ...]:
+    """Simulate the study on H200s, for which the slowdown of a computation by a concurrent collective was measured."""
+    machine = load_machine("h200x8")
+    found = []
+    for at, ranks in enumerate((2, 8)):
+        progress(f"{ranks} x H200", at, 2)
+        runs = [prompt(LayerModel(machine, ranks), tokens) for tokens in TOKENS]
+        found.append(StudyTable(name=f"h200x{ranks}", title=f"The same on {ranks} H200s", rows=_prompts(runs), words=(9,)))
+    return tuple(found)
+
+
+def _prompts(runs: Sequence[PromptRun]) -> list[Row]:
+    heads = (
+        *("tokens", "compute us", "all-reduces us", "sequential us", "ISO us", "weft us"),
+        *("ISO saves", "weft saves", "at most", "phases"),
+    )
+    return [heads, *map(_prompt, runs)]
+
+
+def _prompt(run: PromptRun) -> Row:
+    times = (run.compute_us, run.all_reduce_us, run.sequential_us, run.iso_us, run.weft_us or math.nan)
+    shares = (run.iso_saved, run.weft_saved, run.bound)
+    methods = ", ".join(SHORT[name] for name in dict.fromkeys(run.methods))
+    return (str(run.tokens), *(f"{us:.0f}" for us in times), *(f"{100 * share:.1f} %" for share in shares), methods)
+
+
+def charts(done: IsoStudy) -> tuple[Chart, ...]:
+    """Return a chart of the time that each program saves by prompt length."""
+    saved = {
+        "ISO": [100 * run.iso_saved for run in done.runs],
+        "weft's overlap": [100 * run.weft_saved for run in done.runs],
+        "at most": [100 * run.bound for run in done.runs],
+    }
+    places = [f"{run.tokens} tokens" for run in done.runs]
+    return (ColumnChart(name="saved", title="Prefill time saved", places=places, series=saved, unit="% of sequential"),)
+
+
+def spans(done: IsoStudy) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of each phase of the longest prompt."""
+    return LayerModel(done.machine, done.machine.world_size).spans(done.runs[-1].tokens)
+
+
+STUDY = Study(
+    name="iso",
+    title="ISO",
+    paper="2409.11155",
+    example="links.gbps=270",
+    load=load,
+    apply_settings=lambda machine, settings: machine.what_if(settings),
+    facts=facts,
+    run=lambda machine, progress: run(machine, progress=progress),
+    figures=figures,
+    tables=tables,
+    charts=charts,
+    spans=spans,
+    variants=variants,
+    sample=sample,
+    headlines={SAVED: "percent"},
+)

@@ -1,4 +1,4 @@
-"""A FusedRun simulates T3's track and trigger: a GEMM whose output is sent as its Mapping says while the GEMM runs.
+"""T3's track and trigger: a GEMM whose output is sent while it runs, as its Mapping says.
 
     units      | wave 0 | store ~> | wave 1 | store -> | wave 2 | store -> | ....
     link 0                | send ..... |  | send .... |          ^ tracker: local and incoming update are both in
@@ -20,17 +20,247 @@ per chunk, whose last waves leave units idle, so the simulated gain of the track
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import simpy
 
-from weft_studies.t3 import gemm
-from weft_studies.t3.gemm import Process
-from weft_studies.t3.grid import Chunks, Grid
-from weft_studies.t3.mapping import Mapping
+from weft_studies.t3 import kernels
+from weft_studies.t3.kernels import Chunks, Grid, Process, chunk_at, position_of
 from weft_studies.t3.memory import GpuMemory
-from weft_studies.t3.tracker import Tracker
+from weft_studies.t3.system import T3System
+
+Collective = Literal["ring_reduce_scatter", "direct_reduce_scatter", "all_to_all", "all_gather"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkRoute:
+    """ChunkRoute says where one chunk goes.
+
+    remote: whether its stores go over `links` instead of to local memory.
+    updates: the number of updates that each element receives locally before it is ready. 0 if remote.
+    links: the numbers of the links over which it is sent. Empty if it stays.
+    lands: the position of the local chunk that receives the data of a peer's chunk at this position."""
+
+    remote: bool = False
+    updates: int = 0
+    links: tuple[int, ...] = ()
+    lands: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapping:
+    """Mapping is a fused collective. It has a ChunkRoute for every position.
+
+    The terms are those of T3's address-space configuration. A chunk under `remote_map` is in another GPU's memory: stores go
+    there directly. Any other chunk is in local memory. Once its tiles have received all updates, a preprogrammed DMA command
+    (`dma_map`) sends it on, or it stays. The collectives differ only in their mapping. The GEMM's main loop is the same for
+    all.
+
+        ring reduce-scatter      position 0: remote_map           1 .. N-2: 2 updates, dma_map       N-1: 2 updates, stays
+        direct reduce-scatter    0 .. N-2: remote_map, its owner  N-1: N updates, stays
+        all-to-all               0 .. N-2: 1 update, dma_map      N-1: stays
+        all-gather               every chunk: 1 update, dma_map to all others
+
+    Source: T3, arXiv 2401.16677, section 4.4. All GPUs do the same at the same time, so whenever the simulated GPU sends data
+    over a link, the same amount arrives from a peer. `lands` says in which of its own chunks (None: in an untracked buffer).
+
+    reduces: whether arriving data is added. Otherwise it is stored.
+    """
+
+    name: Collective
+    routes: tuple[ChunkRoute, ...]
+    reduces: bool
+
+    @property
+    def traffic(self) -> str:
+        """The prefix of its classes of memory traffic."""
+        return "rs" if self.reduces else "moved"
+
+    @property
+    def links(self) -> int:
+        """The number of links over which a GPU sends."""
+        return len({link for route in self.routes for link in route.links})
+
+
+def mapping(name: Collective, world_size: int) -> Mapping:
+    """Return the mapping of a collective over `world_size` GPUs. Raises ValueError for an unknown name or too few GPUs."""
+    if world_size < 2:
+        raise ValueError(f"world_size is {world_size}; a collective needs at least 2")
+    if name not in _ROUTES:
+        raise ValueError(f"collective is {name!r}; T3 fuses {', '.join(_ROUTES)}")
+    return Mapping(name=name, routes=_ROUTES[name](world_size), reduces=name.endswith("reduce_scatter"))
+
+
+def unrotated(name: Collective, world_size: int, rank: int) -> Mapping:
+    """Return the mapping of one GPU if all GPUs produce chunk c at position c. A link has the number of the peer's rank.
+
+    The routes of a position then differ between ranks. In a ring, chunk c starts at rank c + 1, whose stores leave at once,
+    and every other rank waits for the data of the rank before it.
+    """
+    routes = mapping(name, world_size).routes
+    return Mapping(
+        name=name,
+        routes=tuple(_unrotated(name, routes, chunk, rank) for chunk in range(world_size)),
+        reduces=name.endswith("reduce_scatter"),
+    )
+
+
+def _unrotated(name: Collective, routes: tuple[ChunkRoute, ...], chunk: int, rank: int) -> ChunkRoute:
+    """Return the route that the chunk has with rotation, with links renumbered by rank."""
+    world_size = len(routes)
+    route = routes[position_of(rank, chunk, world_size)]
+    if name == "all_gather":
+        others = [peer for peer in range(world_size) if peer != rank]
+        return replace(route, links=tuple(others))
+    peer = (rank + 1) % world_size if name == "ring_reduce_scatter" else chunk
+    return replace(
+        route,
+        links=(peer,) if route.links else (),
+        lands=None if route.lands is None else chunk,
+    )
+
+
+def _ring(world_size: int) -> tuple[ChunkRoute, ...]:
+    """Return the routes of rank 0. A chunk lands at the position at which rank 1 produces the same chunk."""
+    lands = [position_of(1, chunk_at(0, position, world_size), world_size) for position in range(world_size - 1)]
+    first = ChunkRoute(remote=True, links=(0,), lands=lands[0])
+    between = [ChunkRoute(updates=2, links=(0,), lands=position) for position in lands[1:]]
+    return (first, *between, ChunkRoute(updates=2))
+
+
+def _direct(world_size: int) -> tuple[ChunkRoute, ...]:
+    """Return the routes of rank 0. A chunk goes to its owner, which is the rank that produces it last."""
+    owners = [chunk_at(0, position, world_size) for position in range(world_size - 1)]
+    lands = [position_of(owner, owner, world_size) for owner in owners]
+    remote = [ChunkRoute(remote=True, links=(link,), lands=position) for link, position in enumerate(lands)]
+    return (*remote, ChunkRoute(updates=world_size))
+
+
+def _all_to_all(world_size: int) -> tuple[ChunkRoute, ...]:
+    return (*(ChunkRoute(updates=1, links=(link,)) for link in range(world_size - 1)), ChunkRoute(updates=1))
+
+
+def _all_gather(world_size: int) -> tuple[ChunkRoute, ...]:
+    return (ChunkRoute(updates=1, links=tuple(range(world_size - 1))),) * world_size
+
+
+_ROUTES = {
+    "ring_reduce_scatter": _ring,
+    "direct_reduce_scatter": _direct,
+    "all_to_all": _all_to_all,
+    "all_gather": _all_gather,
+}
+
+
+class Counted(NamedTuple):
+    """The result of one update.
+
+    ready: ranges of tiles that are complete now.
+    ready_in_memory: ranges of tiles that are complete after their counts have been read from memory.
+    reads, writes: the numbers of counts that are read from memory, and written there.
+    """
+
+    ready: list[tuple[int, int]]
+    ready_in_memory: list[tuple[int, int]]
+    reads: int
+    writes: int
+
+
+@dataclass
+class Tracker:
+    """The tracker of one GPU. It keeps one count for each (position of the chunk, tile of it), because the wavefronts of a tile
+    store together.
+
+    An entry lives from a tile's first update to its last. It counts updated elements: a wavefront's tile of E elements that
+    each get u updates is complete at E * u. The hardware has a fixed number of entries.
+
+    If the first update of a tile finds no free entry, the tile is counted in memory (it is spilled). Its count is written
+    there, is read at its next update, and is written again unless that was the last one. These accesses go through the memory
+    controller and take memory time. An update waits until its count has been read. So its store, or the command that it
+    triggers, is late by the memory's latency. Older tiles keep their entries, because tiles are completed in the order in which
+    they are first updated.
+
+    The alternative would be to stall the update until an entry is free, but that deadlocks. In a ring, the peer's first chunk
+    is updated here before this GPU's second chunk, so all tiles of the peer's chunk need entries first. This GPU's GEMM would
+    complete them, but its stores wait behind the stalled ones on the same links. In each of the 16 sub-layers that most figures
+    show, a chunk has more wavefront tiles (532 to 1,536) than the tracker has entries.
+
+    Source: T3, arXiv 2401.16677, section 4.2.1: 256 entries, about 19 KB, next to the memory controller, off the critical path.
+    The paper says nothing about a full tracker, so the spill is assumed. 19 KB are 76 bytes for an entry, so an entry may hold
+    the counts of several wavefronts. If an entry holds four, set the number of entries to 1,024 here.
+
+    live: wavefront tiles that are being counted, including spilled ones.
+    most: the largest value of `live` so far.
+    spilled: wavefront tiles that were counted in memory so far.
+    """
+
+    system: T3System
+    mapping: Mapping
+    live: int = 0
+    most: int = 0
+    spilled: int = 0
+    _counts: dict[tuple[int, int], int] = field(default_factory=dict)
+    _outside: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def elements(self) -> int:
+        tile = self.system.tile
+        return tile.rows * tile.cols // tile.wavefronts
+
+    def threshold(self, position: int) -> int:
+        """Return the number of element updates after which a wavefront's tile of this chunk is complete."""
+        return self.elements * self.mapping.routes[position].updates
+
+    def update(self, position: int, low: int, high: int) -> Counted:
+        """Count one update of each element of the tiles low .. high - 1 of a chunk."""
+        threshold, wavefronts, elements = self.threshold(position), self.system.tile.wavefronts, self.elements
+        ready: tuple[list[int], list[int]] = ([], [])
+        reads = writes = 0
+        for tile in range(low, high):
+            key = (position, tile)
+            first = key not in self._counts
+            if first:
+                self._allocate(key)
+            outside = key in self._outside
+            self._counts[key] += elements
+            complete = self._counts[key] == threshold
+            if outside:
+                reads += 0 if first else wavefronts
+                writes += 0 if complete else wavefronts
+            if complete:
+                ready[outside].append(tile)
+                self._drop(key)
+        return Counted(list(_ranges(ready[0])), list(_ranges(ready[1])), reads, writes)
+
+    def _allocate(self, tile: tuple[int, int]) -> None:
+        self._counts[tile] = 0
+        wavefronts = self.system.tile.wavefronts
+        self.live += wavefronts
+        self.most = max(self.most, self.live)
+        held = self.live - wavefronts * len(self._outside)
+        if self.system.mechanisms.tracker and held > self.system.tracker.entries:
+            self._outside.add(tile)
+            self.spilled += wavefronts
+
+    def _drop(self, tile: tuple[int, int]) -> None:
+        del self._counts[tile]
+        self._outside.discard(tile)
+        self.live -= self.system.tile.wavefronts
+
+
+def _ranges(tiles: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges (start, end) that rising numbers form.
+
+    >>> list(_ranges([1, 2, 3, 7]))
+    [(1, 4), (7, 8)]
+    """
+    start = 0
+    for i, tile in enumerate(tiles):
+        if i + 1 == len(tiles) or tiles[i + 1] != tile + 1:
+            yield tiles[start], tile + 1
+            start = i + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +324,7 @@ class FusedRun:
 
     def run(self) -> Process:
         """Simulate the GEMM. The transfers that it triggers may continue after it."""
-        yield from gemm.tracked(self.memory, self.grid, self._store, self._local_bytes)
+        yield from kernels.tracked(self.memory, self.grid, self._store, self._local_bytes)
         if self._in_cache:
             yield from self._write(self._in_cache, self.system.hbm.gbps)
         self.gemm_ns = int(self.env.now)
@@ -110,7 +340,7 @@ class FusedRun:
         local = self._local(wave)
         self._under_way = [event for tiles in remote for event in self._send(tiles)]
         size = sum(self.chunks.size(tiles.low, tiles.high) for tiles in pieces)
-        rate = gemm.store_gbps(self.system, len(wave))
+        rate = kernels.store_gbps(self.system, len(wave))
         yield self.memory.flow("compute", size, lambda: rate, {})
         if not wave.start:
             self.memory.observe(self.memory.traffic["gemm_read"] + size, int(self.env.now))

@@ -25,7 +25,7 @@ cost is between 1 and 2, and 1.25 is assumed. Three results argue against 2:
 - the largest speed-ups of T3 and T3-MCA would be 28 % and 41 %, compared with 39 % and 47 % in the paper.
 
 One result argues for 2: the geometric means, 19 % and 28 %, are nearer to the paper's 20 % and 30 % than the 22 % and 32 % at
-1.25. `weft_studies.t3.variants.update_costs` returns the headline at 1, 1.25 and 2.
+1.25. `weft_studies.t3.evaluation.update_costs` returns the headline at 1, 1.25 and 2.
 
 Source: T3, arXiv 2401.16677, section 4.5 (memory-controller arbitration). Time is in whole nanoseconds. An activity ends in the
 first nanosecond in which its last unit is done. Rates are set once per nanosecond, for all activities that start or end in it.

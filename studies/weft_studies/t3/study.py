@@ -1,205 +1,365 @@
-"""This module simulates all that T3's evaluation reports on one T3System. A T3Study has the results.
+"""The Study of T3's evaluation: the published figures beside those of a T3Study, tables, charts and spans.
 
-Contract: `run(system)` is a pure function: the same system gives the same T3Study, to the nanosecond. It takes a few seconds.
+No constant of a T3System was set for a single configuration or sub-layer. All published values are from T3, arXiv 2401.16677,
+sections 3, 6 and 7.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
 
-from weft_studies.profile import Progress
-from weft_studies.t3.configurations import (
-    Overlapped,
-    SubLayerRun,
-    all_gather,
-    fused,
-    gemm_alone,
-    reduce_scatter,
-    run_sublayer,
+from weft.core.span import Span
+from weft_studies.figures import Evidence, Figure, Row, geomean
+from weft_studies.profile import Progress, changed_by
+from weft_studies.study import Chart, ColumnChart, Study, StudyTable
+from weft_studies.t3 import evaluation
+from weft_studies.t3.configurations import CONFIGURATIONS, Configuration, SubLayerRun
+from weft_studies.t3.evaluation import Pass, T3Study, VariantRow
+from weft_studies.t3.system import T3System, load
+
+TITLES: dict[Configuration, str] = {
+    "sequential": "Sequential",
+    "t3": "T3",
+    "t3_mca": "T3-MCA",
+    "ideal": "Ideal-GEMM-RS-Overlap",
+    "ideal_nmc": "Ideal-RS+NMC",
+}
+
+
+SEEN = Evidence(
+    label="calibrated",
+    because="The assumed numbers were chosen with the speed-ups and the traffic of these 16 sub-layers in view.",
 )
-from weft_studies.t3.grid import Chunks, Grid
-from weft_studies.t3.layers import PHASE, Phase, other_ns
-from weft_studies.t3.mapping import Collective, mapping
-from weft_studies.t3.system import T3System
-from weft_studies.t3.work import LARGE_SUBLAYERS, MODELS, SUBLAYERS, Layer, LayerGemm, SubLayer, Transformer
-
-Pass = Literal["training", "prompt"]
-PHASES: dict[Pass, tuple[Phase, ...]] = {"training": ("forward", "backward"), "prompt": ("forward",)}
-CONCURRENT_UNITS = (8, 16)
-MAPPED = SubLayer(model=MODELS[1], layer="FC2", world_size=8)
-"""The sub-layer whose GEMM is fused with other collectives than the ring reduce-scatter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EndToEnd:
-    """EndToEnd is the result of a whole model.
-
-    share: the share of sequential's time that the four sub-layers take.
-    speedup: the speed-up with T3-MCA.
-    speedup_t3: the speed-up with T3."""
-
-    name: str
-    kind: Pass
-    share: float
-    speedup: float
-    speedup_t3: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConcurrentAllReduce:
-    """ConcurrentAllReduce is a GEMM that runs during the all-reduce of another GEMM's output, without memory contention.
-
-    Section 3.2 of the paper does not name its sub-layers. These are the 16 of the paper's other figures.
-
-    units: the number of units of the all-reduce. The GEMM has the others. None gives all units to both, which is the limit
-        of what overlap can gain.
-    gemm_slowdowns, all_reduce_slowdowns: by sub-layer, the time relative to a run alone on all units.
-    speedups: by sub-layer, the speed-up over one after the other.
-    """
-
-    units: int | None
-    gemm_slowdowns: tuple[float, ...]
-    all_reduce_slowdowns: tuple[float, ...]
-    speedups: tuple[float, ...]
+DILUTED = Evidence(
+    label="calibrated",
+    because="A model's speed-up is that of its sub-layers, which were calibrated, and the share of time that they take.",
+)
+COUNTED = Evidence(
+    label="derived",
+    because="It is a count of chunks, such as (2N - 1) / (N - 2) reads, in which no simulated time takes part.",
+)
+EIGHT_UNITS = Evidence(
+    label="calibrated",
+    because="unit_gbps was solved from the all-reduce on 8 units, and the choice of sub-layers was made to meet this figure.",
+)
+POTENTIAL = Evidence(
+    label="derived",
+    because="It is arithmetic on the times of each half alone, which the derived rates of units and link set.",
+)
+LARGE = Evidence(
+    label="calibrated",
+    because="The figure could be seen while constants were chosen, though the 16 sub-layers of smaller models were aimed at.",
+)
+LARGE_WHOLE = Evidence(
+    label="predicted",
+    because="It was compared only when every number stood, and nothing was chosen for models at TP32.",
+)
+SIXTEEN_UNITS = Evidence(
+    label="derived",
+    because="It is arithmetic on the times of each half alone on fewer units, for sub-layers that were chosen to meet 8 units.",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mapped:
-    """Mapped is the result of MAPPED's GEMM with another collective, on GPUs with a link to each peer.
-
-    communication_ns: the time of the transfers alone."""
-
-    collective: Collective
-    gemm_ns: int
-    communication_ns: int
-    fused: Overlapped
+def figures(study: T3Study) -> tuple[Figure, ...]:
+    """Return the published figures that the study also has, each with the study's value."""
+    return (*_speedups(study), *_near_memory(study), *_traffic(study), *_wider(study), *_concurrent(study))
 
 
-@dataclass(frozen=True, kw_only=True)
-class T3Study:
-    """T3Study has the results of the whole evaluation. `large` and `large_end_to_end` are those of the large models."""
-
-    system: T3System
-    sublayers: tuple[SubLayerRun, ...]
-    large: tuple[SubLayerRun, ...]
-    end_to_end: tuple[EndToEnd, ...]
-    large_end_to_end: tuple[EndToEnd, ...]
-    concurrent: tuple[ConcurrentAllReduce, ...]
-    mapped: tuple[Mapped, ...]
+def _gains(runs: Sequence[SubLayerRun], configuration: Configuration) -> tuple[float, float]:
+    """Return the geometric mean and the maximum of the speed-ups over sequential, minus 1."""
+    speedups = [run.speedup(configuration) for run in runs]
+    return geomean(speedups) - 1, max(speedups) - 1
 
 
-def run(
-    system: T3System,
-    progress: Progress = lambda text, done, total: None,
-    mapped: Sequence[Collective] = ("direct_reduce_scatter", "all_to_all", "all_gather"),
-) -> T3Study:
-    """Simulate the whole evaluation.
+def _speedups(study: T3Study) -> Iterator[Figure]:
+    published: tuple[tuple[Configuration, tuple[float, float], tuple[float, float]], ...] = (
+        ("ideal", (0.35, 0.50), (0.03, 0.04)),
+        ("t3", (0.20, 0.39), (0.04, 0.06)),
+        ("t3_mca", (0.30, 0.47), (0.03, 0.05)),
+    )
+    for configuration, theirs, tolerances in published:
+        ours = _gains(study.sublayers, configuration)
+        for kind, *row in zip(("geomean", "max"), theirs, ours, tolerances, strict=True):
+            yield SEEN.percent(f"{TITLES[configuration]}, speed-up, {kind}", *row)
+    gains = [run.t3.ns / run.t3_mca.ns for run in study.sublayers]
+    yield SEEN.percent("T3-MCA over T3 before the all-gather, speed-up, geomean", 0.13, geomean(gains) - 1, 0.03)
+    yield SEEN.percent("T3-MCA over T3 before the all-gather, speed-up, max", 0.29, max(gains) - 1, 0.05)
 
-    progress: called with the next item, the items done and the total. mapped: the other collectives.
 
-    Raises ValueError if the tiles of an output do not divide evenly among its ranks, or if the units are too few to share.
-    """
-    if system.units <= max(CONCURRENT_UNITS):
-        raise ValueError(f"units is {system.units}; sharing them needs more than {max(CONCURRENT_UNITS)}")
-    total = len(SUBLAYERS) + len(LARGE_SUBLAYERS) + 3
-    sublayers = tuple(run_sublayers(system, SUBLAYERS, lambda text, done: progress(text, done, total)))
-    large = tuple(run_sublayers(system, LARGE_SUBLAYERS, lambda text, done: progress(text, len(SUBLAYERS) + done, total)))
-    progress("end to end", total - 3, total)
-    whole = tuple(_end_to_end(system, SUBLAYERS, sublayers))
-    whole_large = tuple(_end_to_end(system, LARGE_SUBLAYERS, large))
-    progress("naive concurrency", total - 2, total)
-    concurrent_runs = tuple(concurrent(system, units) for units in (None, *CONCURRENT_UNITS))
-    progress("other mappings", total - 1, total)
-    others = tuple(_mapped(system, collective) for collective in mapped)
-    progress("done", total, total)
-    return T3Study(
-        system=system,
-        sublayers=sublayers,
-        large=large,
-        end_to_end=whole,
-        large_end_to_end=whole_large,
-        concurrent=concurrent_runs,
-        mapped=others,
+def _near_memory(study: T3Study) -> Iterator[Figure]:
+    for world_size, published in ((8, 0.07), (16, 0.03)):
+        runs = [run for run in study.sublayers if run.world_size == world_size]
+        gain = 1 - geomean(run.reduce_scatter_nmc.ns / run.reduce_scatter.ns for run in runs)
+        yield SEEN.percent(f"reduce-scatter with near-memory reduction, time saved, TP{world_size}", published, gain, 0.015)
+    more = max(run.speedup("ideal_nmc") / run.speedup("ideal") for run in study.sublayers) - 1
+    yield SEEN.percent("Ideal-RS+NMC over Ideal-GEMM-RS-Overlap, speed-up, max", 0.04, more, 0.015)
+
+
+def _traffic(study: T3Study) -> Iterator[Figure]:
+    pairs = [(run.traffic("sequential"), run.traffic("t3_mca")) for run in study.sublayers]
+    left = [sum(after.values()) / sum(before.values()) for before, after in pairs]
+    yield SEEN.percent("memory traffic saved, geomean", 0.22, 1 - geomean(left), 0.03)
+    yield SEEN.percent("memory traffic saved, max", 0.36, 1 - min(left), 0.05)
+    for evidence, name, words, published, tolerance in (
+        (COUNTED, "rs_read", "reads of the reduce-scatter, sequential over T3", 2.4, 0.15),
+        (SEEN, "gemm_read", "reads of the GEMM, sequential over T3", 1.56, 0.2),
+    ):
+        yield evidence.ratio(words, published, geomean(before[name] / after[name] for before, after in pairs), tolerance)
+    writes = [_writes(after) / _writes(before) for before, after in pairs]
+    yield COUNTED.percent("writes of GEMM and reduce-scatter saved, geomean", 0.10, 1 - geomean(writes), 0.02)
+
+
+def _writes(traffic: dict[str, int]) -> int:
+    return traffic["gemm_write"] + traffic["rs_write"]
+
+
+def _wider(study: T3Study) -> Iterator[Figure]:
+    for kind, theirs, ours, tolerance in zip(
+        ("geomean", "max"), (0.29, 0.35), _gains(study.large, "t3_mca"), (0.04, 0.05), strict=True
+    ):
+        yield LARGE.percent(f"large models at TP32, T3-MCA, speed-up, {kind}", theirs, ours, tolerance)
+    published: tuple[tuple[Pass, dict[str, tuple[float, float]], float], ...] = (
+        ("training", {"T3": (0.07, 0.09), "T3-MCA": (0.10, 0.12)}, 0.12),
+        ("prompt", {"T3": (0.09, 0.12), "T3-MCA": (0.12, 0.15)}, 0.14),
+    )
+    for name, by_title, large in published:
+        runs = [run for run in study.end_to_end if run.kind == name]
+        for title, (mean, most) in by_title.items():
+            speedups = [run.speedup if title == "T3-MCA" else run.speedup_t3 for run in runs]
+            yield DILUTED.percent(f"{name} end to end, {title}, speed-up, geomean", mean, geomean(speedups) - 1, 0.03)
+            yield DILUTED.percent(f"{name} end to end, {title}, speed-up, max", most, max(speedups) - 1, 0.03)
+        gain = max(run.speedup for run in study.large_end_to_end if run.kind == name) - 1
+        yield LARGE_WHOLE.percent(f"large models at TP32, {name} end to end, T3-MCA, speed-up, max", large, gain, 0.03)
+
+
+def _concurrent(study: T3Study) -> Iterator[Figure]:
+    published: dict[int | None, tuple[Evidence, str, float]] = {
+        None: (POTENTIAL, "GEMM during all-reduce, each on all units, speed-up", 1.67),
+        8: (EIGHT_UNITS, "GEMM during all-reduce, 8 units for it, speed-up", 1.18),
+        16: (SIXTEEN_UNITS, "GEMM during all-reduce, 16 units for it, speed-up", 1.49),
+    }
+    for run in study.concurrent:
+        evidence, name, speedup = published[run.units]
+        yield evidence.ratio(name, speedup, geomean(run.speedups), 0.1)
+    shared = next(run for run in study.concurrent if run.units == 16)
+    yield SIXTEEN_UNITS.percent(
+        "the all-reduce on these 16 units, slower by", 0.07, geomean(shared.all_reduce_slowdowns) - 1, 0.02
+    )
+    yield SIXTEEN_UNITS.percent("the GEMM on the other 64, slower by", 0.21, geomean(shared.gemm_slowdowns) - 1, 0.02)
+
+
+COMPARED = CONFIGURATIONS[1:]
+CLASSES = {
+    "gemm_read": "GEMM reads",
+    "gemm_write": "GEMM writes",
+    "rs_read": "reduce-scatter reads",
+    "rs_write": "reduce-scatter writes",
+    "ag_read": "all-gather reads",
+    "ag_write": "all-gather writes",
+}
+
+
+def facts(system: T3System) -> list[tuple[str, str]]:
+    """Return a summary of the system."""
+    return [
+        ("System", system.words),
+        ("Peak", f"{system.peak_tflops:.0f} TFLOP/s, half precision"),
+        ("Memory", f"{system.hbm.gbps:g} GB/s; last-level cache of {system.llc.bytes >> 20} MiB"),
+        ("Link", f"{system.link.gbps:g} GB/s, {system.link.latency_ns} ns"),
+    ]
+
+
+def tables(done: T3Study) -> tuple[StudyTable, ...]:
+    """Return the tables of sub-layers, their traffic, whole models, shared units and other mappings."""
+    everything = (*done.sublayers, *done.large)
+    mapped = [
+        (m.collective, *(f"{ns / 1e3:.0f}" for ns in (m.gemm_ns, m.communication_ns, m.fused.ns)), str(m.fused.entries))
+        for m in done.mapped
+    ]
+    shared = [
+        (
+            "all, each" if run.units is None else f"{run.units} of {done.system.units}",
+            *(f"{geomean(values):.2f}" for values in (run.gemm_slowdowns, run.all_reduce_slowdowns, run.speedups)),
+        )
+        for run in done.concurrent
+    ]
+    ends = [
+        (run.name, run.kind, f"{run.share:.0%}", f"{run.speedup_t3:.2f}x", f"{run.speedup:.2f}x")
+        for run in (*done.end_to_end, *done.large_end_to_end)
+    ]
+    collective_heads = ("collective", "GEMM alone us", "transfers alone us", "fused us", "entries")
+    unit_heads = ("units of the all-reduce", "GEMM slower by", "all-reduce slower by", "speed-up")
+    model_heads = ("model", "pass", "share of time", "T3", "T3-MCA")
+    return (
+        StudyTable(
+            name="sublayers", title="Sub-layers: times alone, speed-ups over sequential", rows=sublayers_table(everything)
+        ),
+        StudyTable(
+            name="traffic",
+            title="Memory traffic of T3-MCA, relative to sequential",
+            rows=[("sub-layer", *CLASSES.values(), "all"), *map(_traffic_row, done.sublayers)],
+            console=False,
+        ),
+        StudyTable(name="models", title="Whole models, speed-ups", rows=[model_heads, *ends], words=(0, 1), console=False),
+        StudyTable(name="units", title="A GEMM during an all-reduce", rows=[unit_heads, *shared], console=False),
+        StudyTable(name="mappings", title="Other collectives of one GEMM", rows=[collective_heads, *mapped]),
     )
 
 
-def require_tiles(system: T3System) -> None:
-    """Raise ValueError if the tiles of an output do not divide evenly among its ranks. Nothing is simulated."""
-    for sublayer in (*SUBLAYERS, *LARGE_SUBLAYERS):
-        gemm = sublayer.gemm
-        Chunks(tiles=Grid(gemm, system).tiles, out_bytes=gemm.out_bytes, world_size=sublayer.world_size)
+def sublayers_table(runs: Iterable[SubLayerRun]) -> list[Row]:
+    """Return a row per sub-layer: kernel times, speed-ups over sequential, and T3-MCA's traffic and tracker entries."""
+    heads = ("GEMM us", "RS us", "AG us", *(TITLES[name] for name in COMPARED), "traffic", "entries", "spilled")
+    return [("sub-layer", *heads), *map(_sublayer, runs)]
 
 
-def run_sublayers(
-    system: T3System, sublayers: Sequence[SubLayer], progress: Callable[[str, int], None] = lambda text, done: None
-) -> Iterator[SubLayerRun]:
-    """Yield the results of each sub-layer in all configurations. Sub-layers with the same GEMM are simulated once."""
-    known: dict[LayerGemm, SubLayerRun] = {}
-    for done, sublayer in enumerate(sublayers):
-        progress(sublayer.name, done)
-        same = replace(sublayer.gemm, name=f"{sublayer.world_size} ranks")
-        if same not in known:
-            known[same] = run_sublayer(system, sublayer)
-        yield replace(known[same], name=sublayer.name)
+def _sublayer(run: SubLayerRun) -> Row:
+    traffic = sum(run.traffic("t3_mca").values()) / sum(run.traffic("sequential").values()) - 1
+    times = (f"{part.ns / 1e3:.0f}" for part in (run.gemm, run.reduce_scatter, run.all_gather))
+    gains = (f"{run.speedup(name):.2f}x" for name in COMPARED)
+    return (run.name, *times, *gains, f"{100 * traffic:.0f} %", str(run.t3_mca.entries), str(run.t3_mca.spilled))
 
 
-def _end_to_end(system: T3System, sublayers: Sequence[SubLayer], runs: Sequence[SubLayerRun]) -> Iterator[EndToEnd]:
-    """Yield the results of the models that consist of these sub-layers. `runs` has the result of each sub-layer."""
-    parts: dict[tuple[Transformer, int], dict[Layer, SubLayerRun]] = {}
-    for sublayer, run in zip(sublayers, runs, strict=True):
-        parts.setdefault((sublayer.model, sublayer.world_size), {})[sublayer.layer] = run
-    for (model, world_size), own in parts.items():
-        others = {phase: other_ns(system, model, world_size, phase) for phase in PHASES["training"]}
-        for kind, phases in PHASES.items():
-            rest = sum(others[phase] for phase in phases)
-            ran = [run for layer, run in own.items() if PHASE[layer] in phases]
-            yield _whole(f"{model.name} TP{world_size}", kind, rest, ran)
+def _traffic_row(run: SubLayerRun) -> Row:
+    before, after = run.traffic("sequential"), run.traffic("t3_mca")
+    shares = [after[name] / before[name] for name in CLASSES]
+    return (run.name, *(f"{share:.0%}" for share in (*shares, sum(after.values()) / sum(before.values()))))
 
 
-def _whole(name: str, kind: Pass, rest: int, runs: Sequence[SubLayerRun]) -> EndToEnd:
-    """Return the result of a model that takes `rest` ns outside these sub-layers."""
-    before, t3, t3_mca = (rest + sum(run.ns(each) for run in runs) for each in ("sequential", "t3", "t3_mca"))
-    share, speedup, speedup_t3 = 1 - rest / before, before / t3_mca, before / t3
-    return EndToEnd(name=name, kind=kind, share=share, speedup=speedup, speedup_t3=speedup_t3)
-
-
-def concurrent(system: T3System, units: int | None) -> ConcurrentAllReduce:
-    """Simulate all sub-layers with `units` units for the all-reduce. Raises ValueError if no units are left for the GEMM."""
-    if units is not None and not 0 < units < system.units:
-        raise ValueError(f"units is {units}; of {system.units} each side needs at least 1")
-    rest = None if units is None else system.units - units
-    pairs = list(zip(_kernels_ns(system, None, None), _kernels_ns(system, rest, units), strict=True))
-    return ConcurrentAllReduce(
-        units=units,
-        gemm_slowdowns=tuple(slow[0] / fast[0] for fast, slow in pairs),
-        all_reduce_slowdowns=tuple(slow[1] / fast[1] for fast, slow in pairs),
-        speedups=tuple(sum(fast) / max(slow) for fast, slow in pairs),
+def variants(done: T3Study, progress: Progress) -> tuple[StudyTable, ...]:
+    """Simulate other tracker sizes, mechanisms switched off, other costs of an update and other systems."""
+    system, runs = done.system, done.sublayers
+    progress("sizes of the tracker", 0, 5)
+    sizes = [
+        (
+            f"{row.entries:,}",
+            f"{row.spilled:.0%}",
+            f"{row.traffic:.2%}",
+            *_shares(row.variant.t3, row.variant.t3_max, row.variant.t3_mca, row.variant.t3_mca_max, row.variant.saved),
+        )
+        for row in evaluation.tracker_sizes(system, runs)
+    ]
+    progress("mechanisms switched off", 1, 5)
+    off = [(row.off or "none", *_shares(row.t3_mca, row.t3_mca_max, row.saved)) for row in evaluation.ablation(system, runs)]
+    progress("costs of an update", 2, 5)
+    costs = evaluation.update_costs(system, runs)
+    progress("more units", 3, 5)
+    units = evaluation.more_units(system, runs)
+    progress("the cliff", 4, 5)
+    cliff = evaluation.cliff(system, runs)[1:]
+    size_heads = ("entries", "tiles spilled", "of all traffic", "T3", "max", "T3-MCA", "max", "traffic saved")
+    off_heads = ("switched off", "T3-MCA", "max", "traffic saved")
+    return (
+        StudyTable(name="tracker", title="Sizes of the tracker", rows=[size_heads, *sizes]),
+        StudyTable(name="ablation", title="T3-MCA with a mechanism switched off", rows=[off_heads, *off]),
+        StudyTable(name="updates", title="Memory time of a near-memory update, relative to a write", rows=_variants(costs)),
+        StudyTable(name="other", title="Systems that differ in one number", rows=_variants((*units, *cliff))),
     )
 
 
-def _kernels_ns(system: T3System, rest: int | None, units: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the times, each alone, of every sub-layer's GEMM on `rest` units and its all-reduce on `units` units.
-
-    None stands for all units. Equal sub-layers are simulated once."""
-    known: dict[tuple[LayerGemm, int], tuple[int, int]] = {}
-    for sublayer in SUBLAYERS:
-        gemm, world_size = replace(sublayer.gemm, name="GEMM"), sublayer.world_size
-        if (gemm, world_size) not in known:
-            parts = (collective(system, gemm, world_size, units=units) for collective in (reduce_scatter, all_gather))
-            known[gemm, world_size] = gemm_alone(system, gemm, units=rest).ns, sum(part.ns for part in parts)
-        yield known[gemm, world_size]
+def _shares(*shares: float) -> list[str]:
+    return [f"{100 * share:.1f} %" for share in shares]
 
 
-def _mapped(system: T3System, collective: Collective) -> Mapped:
-    gemm, world_size = MAPPED.gemm, MAPPED.world_size
-    done = fused(system, gemm, world_size, "compute_first", collective=collective)
-    chunks = sum(0 in route.links for route in mapping(collective, world_size).routes)
-    moved = chunks * gemm.out_bytes / world_size / system.link.gbps
-    return Mapped(
-        collective=collective,
-        gemm_ns=gemm_alone(system, gemm).ns,
-        communication_ns=round(moved) + system.link.latency_ns,
-        fused=done,
+def _variants(rows: Iterable[VariantRow]) -> list[Row]:
+    """Return a row per variant: speed-ups over sequential and of T3-MCA over T3, and times to multiply and fetch a slice."""
+    heads = ("", "T3", "T3-MCA", "ideal", "MCA over T3", "in OP layers", "in others", "multiply ns", "fetch ns", "with MCA ns")
+    found = [
+        (
+            row.name,
+            *_shares(row.t3, row.t3_mca, row.ideal, row.gain, row.gain_op, row.gain_others),
+            *(f"{ns:.0f}" for ns in (row.multiply_ns, row.fetch_ns, row.fetch_mca_ns)),
+        )
+        for row in rows
+    ]
+    return [heads, *found]
+
+
+def charts(done: T3Study) -> tuple[Chart, ...]:
+    """Return charts of the speed-ups by sub-layer and of memory traffic by class."""
+    found = [
+        (f"{run.name} {title}", traffic)
+        for run in done.sublayers
+        for title, traffic in (("Sequential", run.traffic("sequential")), ("T3-MCA", run.traffic("t3_mca")))
+    ]
+    traffic = {words: [sizes[name] / 1e6 for _, sizes in found] for name, words in CLASSES.items()}
+    return (
+        _speedup_chart("speedups", "Speed-up by sub-layer", done.sublayers),
+        ColumnChart(
+            name="traffic",
+            title="Memory traffic",
+            places=[place for place, _ in found],
+            series=traffic,
+            unit="MB",
+            stacked=True,
+        ),
+        _speedup_chart("large", "Large models at TP32", done.large),
     )
+
+
+def _speedup_chart(name: str, title: str, runs: Sequence[SubLayerRun]) -> ColumnChart:
+    columns = {TITLES[each]: [run.speedup(each) for run in runs] for each in COMPARED}
+    means = {words: [*values, geomean(values)] for words, values in columns.items()}
+    return ColumnChart(
+        name=name, title=title, places=[*(run.name for run in runs), "geomean"], series=means, unit="over sequential"
+    )
+
+
+def spans(done: T3Study) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of every sub-layer under sequential, T3 and T3-MCA, by title. The one GPU represents all."""
+    found: dict[str, tuple[Span, ...]] = {}
+    for run in (*done.sublayers, *done.large):
+        found[f"{run.name} sequential"] = _in_turn(run, run.gemm.ns, run.gemm.ns + run.reduce_scatter.ns, tracked=False)
+        for name, part in (("T3", run.t3), ("T3-MCA", run.t3_mca)):
+            found[f"{run.name} {name}"] = _in_turn(run, part.gemm_ns, part.ns, tracked=True)
+    return found
+
+
+def _in_turn(run: SubLayerRun, gemm_ns: int, scattered_ns: int, *, tracked: bool) -> tuple[Span, ...]:
+    """Return the spans of GEMM, reduce-scatter and all-gather. If tracked, the reduce-scatter starts with the GEMM."""
+    end_ns = scattered_ns + run.all_gather.ns
+    parts = (
+        ("units", "gemm", 0, gemm_ns),
+        ("tracker" if tracked else "units", "reduce_scatter", 0 if tracked else gemm_ns, scattered_ns),
+        ("units", "all_gather", scattered_ns, end_ns),
+    )
+    return tuple(
+        Span(
+            rank=0,
+            lane=lane,
+            kind="gemm" if name == "gemm" else "collective",
+            name=name,
+            start_us=start / 1e3,
+            end_us=end / 1e3,
+        )
+        for lane, name, start, end in parts
+    )
+
+
+def sample(system: T3System) -> tuple[Figure, ...]:
+    """Return all figures of a system. No other mappings are simulated, because no figure needs them."""
+    evaluation.require_tiles(system)
+    return figures(evaluation.run(system, mapped=()))
+
+
+STUDY = Study(
+    name="t3",
+    title="T3",
+    paper="2401.16677",
+    example="hbm.gbps=2000",
+    load=load,
+    apply_settings=changed_by,
+    facts=facts,
+    run=lambda system, progress: evaluation.run(system, progress),
+    figures=figures,
+    tables=tables,
+    charts=charts,
+    spans=spans,
+    variants=variants,
+    sample=sample,
+    headlines={
+        "T3, speed-up, geomean": "percent",
+        "T3-MCA, speed-up, geomean": "percent",
+        "large models at TP32, T3-MCA, speed-up, geomean": "percent",
+        "GEMM during all-reduce, 16 units for it, speed-up": "ratio",
+    },
+)
