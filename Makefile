@@ -1,23 +1,24 @@
 # make run: the demonstration, in an environment of its own. make test: the tests. make test-all: those of minutes, too.
-# The environment is set up again only when pyproject.toml or constraints.txt has changed.
+# The environment has weft and weft-studies. It is set up again only when a pyproject.toml or constraints.txt has changed.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PROJECT := pyproject.toml studies/pyproject.toml constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 # setuptools comes first and builds without isolation, so that its version is a pinned one too.
 define install
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) setuptools
-	$(PIP_INSTALL) --no-build-isolation --editable $(1)
+	$(PIP_INSTALL) --no-build-isolation --editable $(1) --editable ./studies
 	touch $@
 endef
 
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-all recipes test-gpu mutate lint types docs ledger site audit clean
+.PHONY: run test test-slow test-all recipes test-gpu mutate lint types size docs ledger site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -58,6 +59,10 @@ lint: $(VENV)/.set-up-dev
 types: $(VENV)/.set-up-dev
 	$(BIN)/mypy
 
+# Files, lines and code lines of each room of the package, and of what lies beside it.
+size:
+	$(PYTHON) tests/project/size.py
+
 # The parts of README.md and docs/ that code writes: timelines, counts, the chart.
 docs: $(VENV)/.set-up-run
 	$(BIN)/python docs/generate.py
@@ -70,26 +75,27 @@ ledger: $(VENV)/.set-up-test
 site: $(VENV)/.set-up-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-# Known faults of what is installed (where the registry tells them), secrets in the tree, and a wheel that can be built.
+# Known faults of what is installed (where the registry tells them), secrets in the tree, and wheels that can be built.
 audit: $(VENV)/.set-up-audit
 	$(BIN)/pip-audit --requirement constraints.txt --no-deps --disable-pip --progress-spinner off 2>&1 | tail -n 3
 	$(BIN)/detect-secrets-hook $$(git ls-files -- ':!*.png' ':!*.jsonl')
 	$(BIN)/python -m build --no-isolation --outdir out/dist . >out/build.log
+	$(BIN)/python -m build --no-isolation --outdir out/dist studies >>out/build.log
 
 clean:
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) out build dist *.egg-info studies/build studies/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(VENV)/.set-up-run: pyproject.toml constraints.txt
+$(VENV)/.set-up-run: $(PROJECT)
 	$(call install,.)
 
-$(VENV)/.set-up-test: pyproject.toml constraints.txt
+$(VENV)/.set-up-test: $(PROJECT)
 	$(call install,".[test]")
 
-$(VENV)/.set-up-dev: pyproject.toml constraints.txt
+$(VENV)/.set-up-dev: $(PROJECT)
 	$(call install,".[dev]")
 
-$(VENV)/.set-up-docs: pyproject.toml constraints.txt
+$(VENV)/.set-up-docs: $(PROJECT)
 	$(call install,".[docs]")
 
-$(VENV)/.set-up-audit: pyproject.toml constraints.txt
+$(VENV)/.set-up-audit: $(PROJECT)
 	$(call install,".[audit]")

@@ -9,7 +9,7 @@ there are (bytes that all candidates hold at once, and time of a call), in graph
 where the file ends. Columns: the best of FiCCO's four schedules (world_size chunks a shard), the best of the full space that
 was tried; the gain of each over the sequential program, and of what the heuristic picks among them; the share of the ideal,
 which is the longer half's time over the schedule's. Next to them is the paper's claim: up to 1.6x of at most 1.7x. Traps: sizes
-are read as global, with N sharded (weft.planner.models.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
+are read as global, with N sharded (weft_studies.ficco.gemms); the paper's host is a mesh of 8 x MI300X, which the H200 is not.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks.scores import FICCO, Line, ficco_specs, line_of
 from weft.core.machine import Machine, load
 from weft.core.problem import Problem
 from weft.perf.ranking import choice, estimates
-from weft.planner.models.gemms import FICCO_GEMMS, GemmCase
 from weft.schedules import build, parse, programs
+from weft_studies.ficco.gemms import FICCO_GEMMS, GemmCase
 
 OTHERS = ("sequential_stores", "shard_p2p", "flag_gated:1", "flag_gated:2", "track_and_trigger:1", "direct_store:1")
 """Schedules that are tried in addition to FiCCO's."""

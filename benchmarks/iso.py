@@ -1,7 +1,7 @@
 """How much of a decoder layer's all-reduces does ISO hide in prefill, compared with weft's own overlap?
 
 ISO (arXiv 2409.11155) splits a prompt's tokens into two halves, and runs the all-reduce of one half while the other half
-computes. weft.studies.iso predicts what this benchmark measures.
+computes. weft_studies.iso predicts what this benchmark measures.
 
 Protocol: measure.py's; bf16, random weights; LAYERS layers of Llama 3 70B in a row, so that the last all-reduce of one layer
 runs during the next layer's attention. Norms have no weights, and rotary embeddings are left out of all programs. Methods:

@@ -137,10 +137,10 @@ def drawn(name: SetName, world_size: int, count: int = COUNT) -> tuple[tuple[str
     Those of `large` are all-gathers as FiCCO's study draws them, but of models that it draws none from.
     """
     if name == "large":
-        from weft.studies.ficco import scenarios  # here, since to collect needs no simulator
+        from weft_studies.ficco import gemms  # here, since to collect needs no simulator
 
         models = [model for model in MODELS if model.heads and model.name not in PRESETS]
-        cases = scenarios.drawn(models, count, SEEDS["large"] * 100 + world_size)
+        cases = gemms.drawn(models, count, SEEDS["large"] * 100 + world_size)
         return tuple((f"{case.use} M={case.m}", case.problem(world_size)) for case in cases)
     others: dict[str, tuple[SetName, ...]] = {"fit": HELD, "latest": ("fit", *HELD), "estimated": ("fit", *HELD, "latest")}
     avoided = {problem for other in others.get(name, ()) for _, problem in drawn(other, world_size)}

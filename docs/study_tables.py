@@ -1,6 +1,6 @@
 """Tables of the published evaluations that `weft simulate` redoes, for generate.py: `t3 WHAT`, and so on for each study.
 
-WHAT is a table by its name in `weft.studies.study.tables`, or `headline`: what the study says in short. Sweeps, and FiCCO's
+WHAT is a table by its name in `weft_studies.study.tables`, or `headline`: what the study says in short. Sweeps, and FiCCO's
 evaluation, take long to make, so `keep` writes them to files beside this one.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from text_tables import ROOT, table
 
 from weft.core import codec
-from weft.studies.ficco.study import FiccoStudy
-from weft.studies.study import STUDIES, Done, StudyTable, load_study, simulate, tables, words
-from weft.studies.sweep import JointSweep, SweptRow, swept_table
+from weft_studies.ficco.evaluation import FiccoStudy
+from weft_studies.figures import JointSweep, SweptRow, swept_table
+from weft_studies.study import STUDIES, Done, StudyTable, load_study, simulate, tables, words
 
 STORED = {name: ROOT / "docs" / f"{name}_study.json" for name in STUDIES}
 DRAWS = 200

@@ -8,22 +8,18 @@ import os
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from standard_error import words_without_torchao
 from tiny_models import TINY
 
-from weft.cli import main, output, simulate
+from weft.cli import main, output
 from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import Problem
-from weft.core.span import Span
 from weft.report.page import write_page
 from weft.schedules import build
-from weft.studies.study import Done, Study
 
 LAYER = ["plan", "llama3-8b", "--ranks", "2", "--layer", "MLP down"]
 
@@ -195,30 +191,6 @@ def test_files_are_written_though_nobody_reads_the_output(
         done = subprocess.run(words, cwd=tmp_path, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False)
     assert (done.returncode, words_without_torchao(done.stderr.decode())) == (141, [])
     assert all((tmp_path / name).stat().st_size for name in files)
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_study_is_written_though_nobody_reads_the_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
-) -> None:
-    def unread(done: Done) -> Any:
-        raise BrokenPipeError
-
-    spans = {"one": (Span(rank=0, lane="compute", kind="gemm", name="g", start_us=0.0, end_us=1.0),)}
-
-    def simulated(which: Study, system: Any, *_: Any, **__: Any) -> Done:
-        return Done(study=replace(which, spans=lambda result: spans), system=system, result=None)
-
-    monkeypatch.setattr(simulate, "simulate_study", simulated)
-    monkeypatch.setattr("weft.report.study.study_page", lambda done: "whole")
-    for name in ("print_results", "record"):
-        monkeypatch.setattr(simulate, name, unread)
-    report, trace = tmp_path / "out", tmp_path / "trace.json"
-    to = Path("-") if as_json else None
-    with pytest.raises(BrokenPipeError):
-        simulate.command("t3", None, None, None, sensitivity=False, json=to, report=report, trace=trace)
-    assert (report / "index.html").read_text() == "whole"
-    assert trace.stat().st_size
 
 
 @pytest.mark.parametrize(("redirect", "status"), [(">/dev/full", 2), (">&- 2>&-", 0)])

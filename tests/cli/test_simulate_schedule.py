@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import Weft
 
-from weft.cli.simulate_schedule import machine_with
+from weft.cli import simulate
+from weft.cli.simulate import machine_with
 from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import Problem
@@ -132,7 +133,7 @@ def test_what_is_set_says_so() -> None:
         (["--set", "links.gbps"], "--set links.gbps"),
         (["--set", "links.topology=star"], "links.topology is 'star'"),
         (["--set", "links.topology=pcie"], "links.host_gbps is missing"),
-        (["--sensitivity"], "--sensitivity is for studies"),
+        (["--sensitivity"], "No such option: --sensitivity"),
         (["--trace", "/none/t.json"], "--trace /none/t.json: No such file"),
     ],
 )
@@ -180,3 +181,18 @@ def test_options_that_do_not_fit_are_refused(weft: Weft, words: list[str], says:
     status, out, err = weft(*words)
     assert (status, out) == (2, "")
     assert says in err
+
+
+def test_a_study_that_is_not_installed(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is only the wheel of weft."""
+    monkeypatch.setattr(simulate, "entry_points", lambda group: ())
+    status, out, err = weft("simulate", "t3")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("weft: error: study is 't3', which is no file.")
+    assert "pip install ./studies" in err
+
+
+def test_a_study_is_named_before_its_options(weft: Weft) -> None:
+    status, _, err = weft("simulate", "--set", "hbm.gbps=2000", "t3")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "names come before all options: dlrm, ficco, iso, t3" in err

@@ -17,8 +17,8 @@ from report_run import SPEEDS, layer, make_run
 from weft_log import warned
 
 import weft
-import weft.studies.dlrm.system as dlrm
-import weft.studies.t3.system as t3
+import weft_studies.dlrm.system as dlrm
+import weft_studies.t3.system as t3
 from weft.core import codec, machine
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Schedule

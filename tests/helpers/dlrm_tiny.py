@@ -10,12 +10,11 @@ from typing import Any
 import simpy
 
 from weft.perf.fluid import Fluid, Resource
-from weft.studies.dlrm import kernels
-from weft.studies.dlrm.iteration import IterationRun, Method, Node
-from weft.studies.dlrm.network import NodeNetwork
-from weft.studies.dlrm.system import DlrmSystem, load
-from weft.studies.fabric import SymmetricFabric
-from weft.studies.profile import changed
+from weft_studies.dlrm import kernels
+from weft_studies.dlrm.fabric import SymmetricFabric
+from weft_studies.dlrm.iteration import IterationRun, Method, Node, NodeNetwork
+from weft_studies.dlrm.system import DlrmSystem, load
+from weft_studies.profile import changed
 
 TINY = {
     "gpu.tflops.float32": 1e6,

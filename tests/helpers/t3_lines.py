@@ -1,4 +1,4 @@
-"""A GEMM's inputs line by line through a set-associative cache: what weft.studies.t3.llc has a formula for.
+"""A GEMM's inputs line by line through a set-associative cache: what weft_studies.t3.kernels has a formula for.
 
 All panels of a wave go through K together, line by line, as its tiles do; then its outputs are written. a (M x K), b as N x K
 and the output (M x N) are contiguous, one after the other. Only some sets are followed, all their lines and no others, and
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from weft.studies.t3.grid import Grid
-from weft.studies.t3.work import ITEMSIZE
+from weft_studies.t3.kernels import Grid
+from weft_studies.t3.system import ITEMSIZE
 
 LINE = 128
 Lines = npt.NDArray[np.int64]

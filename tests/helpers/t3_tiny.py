@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from weft.studies.profile import changed
-from weft.studies.t3.system import T3System, load
-from weft.studies.t3.work import LayerGemm
+from weft_studies.profile import changed
+from weft_studies.t3.system import LayerGemm, T3System, load
 
 TINY = {
     "units": 2,

@@ -95,7 +95,7 @@ def run_tests(tests: Sequence[str], tree: Path, log: Path) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(tree)
-    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ |= {"PYTHONPATH": f"{tree}{os.pathsep}{tree / 'studies'}", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.path[0], sys.dont_write_bytecode = str(tree), True
     sys.argv = ["pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     status = 1

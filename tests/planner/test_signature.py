@@ -9,7 +9,7 @@ from weft.core.machine import load
 from weft.core.problem import LookupProblem, Op, Problem
 from weft.perf import run
 from weft.perf.terms import whole_collective_us, whole_gemm_us
-from weft.planner.signature import Signature, _spearman, correlations, signature, without_communication, without_computation
+from weft.planner.signature import Signature, signature, without_communication, without_computation
 from weft.schedules import build, names, parse
 
 H200 = load("h200x8")
@@ -97,12 +97,3 @@ def test_2d_pays_for_c_where_k_is_small() -> None:
         return losses(Problem(op="all_gather_matmul", m=8192, n=16384, k=k, world_size=8), "uniform_fused_2d:8").gemm_dil
 
     assert dil(1024) > dil(8192) > dil(65536) > 1
-
-
-def test_correlations() -> None:
-    assert _spearman([1, 2, 3, 10], [5, 6, 7, 8]) == pytest.approx(1)
-    assert _spearman([1, 2, 3, 3], [4, 3, 2, 2]) == pytest.approx(-1)
-    assert _spearman([1, 2, 3], [2, 2, 2]) == 0
-    problems = [Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=8) for m in (1024, 4096, 16384, 65536)]
-    found = correlations([losses(problem, "hetero_unfused_1d:8") for problem in problems], H200)
-    assert found["shard_rows"] == pytest.approx(-1), "the larger the pieces, the less is lost"

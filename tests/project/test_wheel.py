@@ -37,7 +37,11 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tracked files that a build needs, so that nothing else can slip in."""
     tree = tmp_path_factory.mktemp("tree")
     for path in tracked():
-        if path.is_relative_to(ROOT / "weft") or path.name in ("pyproject.toml", "README.md", "LICENSE"):
+        if (
+            path.is_relative_to(ROOT / "weft")
+            or path.is_relative_to(ROOT / "studies")
+            or path.name in ("pyproject.toml", "README.md", "LICENSE")
+        ):
             copy = tree / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
@@ -79,8 +83,9 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert "weft = weft.cli:main" in points
 
 
-def _run(unpacked: Path, *command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(unpacked), "WEFT_CACHE_DIR": "", "COLUMNS": "100"}
+def _run(unpacked: Path, *command: str, path: Path | None = None) -> str:
+    folders = os.pathsep.join(map(str, filter(None, (unpacked, path))))
+    environment = {**os.environ, "PYTHONPATH": folders, "WEFT_CACHE_DIR": "", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=unpacked.parent,
@@ -103,15 +108,25 @@ def test_it_runs_without_the_source_tree(unpacked: Path) -> None:
 def test_its_data_are_found(unpacked: Path) -> None:
     code = (
         "from weft.core import machine; from weft.planner import models;"
-        "from weft.studies.dlrm import system as dlrm; from weft.studies.t3 import system as t3;"
         "print(*[machine.load(name).name for name in machine.names()]);"
         "print(*[models.load_model(name).name for name in models.preset_names()]);"
-        "print(dlrm.PROFILE.is_file(), t3.PROFILE.is_file())"
     )
-    machines, presets, studies = _run(unpacked, "-c", code).splitlines()
+    machines, presets = _run(unpacked, "-c", code).splitlines()
     assert len(machines.split()) == len(list((ROOT / "weft" / "core" / "machines").glob("*.json")))
     assert len(presets.split()) == len(list((ROOT / "weft" / "planner" / "models").glob("*.json")))
-    assert studies.split() == ["True", "True"]
+
+
+def test_studies_are_a_wheel_of_their_own(unpacked: Path, tree: Path, tmp_path: Path) -> None:
+    """With its folder on the path, as with any distribution that is installed, weft finds them by their entry points."""
+    made, place = _built("build_wheel", tree / "studies", tmp_path), tmp_path / "studies"
+    with zipfile.ZipFile(made) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        archive.extractall(place)
+    folder = ROOT / "studies"
+    assert held == {str(path.relative_to(folder)) for path in tracked() if path.is_relative_to(folder / "weft_studies")}
+    assert "of 1 predicted figures" in _run(unpacked, "-m", "weft", "simulate", "iso", path=place)
+    code = "from weft_studies.dlrm import system as dlrm; from weft_studies.t3 import system as t3; dlrm.load(), t3.load()"
+    _run(unpacked, "-c", code, path=place)
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.machine import load as load_machine
-from weft.studies.dlrm import kernels
-from weft.studies.dlrm.fabrics import fabric, torus_dims
-from weft.studies.dlrm.iteration import METHODS, IterationRun, Method, buckets, operator_ns, run
-from weft.studies.dlrm.network import NodeNetwork
-from weft.studies.dlrm.system import DlrmSystem, Topology, load
-from weft.studies.fabric import FatTree, SymmetricFabric, Torus
-from weft.studies.fabric.symmetry import Symmetric, routes
-from weft.studies.profile import changed
+from weft_studies.dlrm import kernels
+from weft_studies.dlrm.fabric import FatTree, Symmetric, SymmetricFabric, Torus, fabric, routes, torus_dims
+from weft_studies.dlrm.iteration import METHODS, IterationRun, Method, NodeNetwork, buckets, operator_ns, run
+from weft_studies.dlrm.system import DlrmSystem, Topology, load
+from weft_studies.profile import changed
 
 LATENCY = 7
 

@@ -11,16 +11,13 @@ from pages import charts_of
 
 from weft.cli import main
 from weft.core import codec
-from weft.report.study import study_page
-from weft.studies.dlrm import study as studies
-from weft.studies.dlrm.paper import figures
-from weft.studies.dlrm.presentation import PARTS, STUDY, cases_table, parts
-from weft.studies.dlrm.study import DlrmStudy
-from weft.studies.dlrm.system import load
-from weft.studies.profile import changed, scaled
-from weft.studies.published import headline
-from weft.studies.study import Done, record
-from weft.studies.sweep import SweptRow
+from weft_studies.dlrm import study as studies
+from weft_studies.dlrm.study import PARTS, STUDY, DlrmStudy, cases_table, figures, parts
+from weft_studies.dlrm.system import load
+from weft_studies.figures import SweptRow, headline
+from weft_studies.page import study_page
+from weft_studies.profile import changed, scaled
+from weft_studies.study import Done, record
 
 NODES = (8, 128)
 

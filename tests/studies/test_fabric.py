@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.studies.fabric import FatTree, Torus
+from weft_studies.dlrm.fabric import FatTree, Torus
 
 
 def torus(*dims: int, gbps: float = 2.0, latency_ns: int = 7) -> Torus:

@@ -14,31 +14,31 @@ from weft.cli import main
 from weft.core import codec
 from weft.core.machine import Machine
 from weft.core.machine import load as load_machine
+from weft.core.problem import Problem
 from weft.perf import engine
 from weft.perf.ranking import estimates
-from weft.planner.models.gemms import FICCO_GEMMS, ficco_gemm
 from weft.planner.signature import signature, without_computation
-from weft.report.study import study_page
 from weft.schedules import build
-from weft.studies.ficco import study as studies
-from weft.studies.ficco.paper import choosers, figures, topologies
-from weft.studies.ficco.presentation import LOSSES, STUDY, correlations_table, losses_table
-from weft.studies.ficco.scenarios import unseen
-from weft.studies.ficco.study import (
+from weft_studies.ficco import evaluation as studies
+from weft_studies.ficco.evaluation import (
     BESPOKE,
     CHOSEN_FROM,
     FiccoStudy,
     Scenario,
     behind_switch,
+    correlations,
     estimated,
     load,
     pick,
     scenario,
+    spearman,
 )
-from weft.studies.profile import uncertain
-from weft.studies.published import headline
-from weft.studies.study import Done, record
-from weft.studies.sweep import SweptRow
+from weft_studies.ficco.gemms import FICCO_GEMMS, ficco_gemm, unseen
+from weft_studies.ficco.study import LOSSES, STUDY, choosers, correlations_table, figures, losses_table, topologies
+from weft_studies.figures import SweptRow, headline
+from weft_studies.page import study_page
+from weft_studies.profile import uncertain
+from weft_studies.study import Done, record
 
 STORED = Path(__file__).parents[2] / "docs" / "ficco_study.json"
 CASES = tuple(map(ficco_gemm, ("g2", "g5", "g6")))
@@ -286,3 +286,14 @@ def test_stored_study_is_up_to_date(study: FiccoStudy, stored: FiccoStudy) -> No
     for fresh in study.mesh:
         assert next(one for one in stored.mesh if one.case == fresh.case) == fresh
     assert stored.unseen[: len(study.unseen)] == study.unseen
+
+
+def test_correlations() -> None:
+    assert spearman([1, 2, 3, 10], [5, 6, 7, 8]) == pytest.approx(1)
+    assert spearman([1, 2, 3, 3], [4, 3, 2, 2]) == pytest.approx(-1)
+    assert spearman([1, 2, 3], [2, 2, 2]) == 0
+    machine = load_machine("h200x8")
+    problems = [Problem(op="all_gather_matmul", m=m, n=28672, k=8192, world_size=8) for m in (1024, 4096, 16384, 65536)]
+    schedules = [build(problem, "hetero_unfused_1d", 8, fan_out=machine.fans_out) for problem in problems]
+    found = correlations([signature(schedule, machine) for schedule in schedules], machine)
+    assert found["shard_rows"] == pytest.approx(-1), "the larger the pieces, the less is lost"

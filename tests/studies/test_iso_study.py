@@ -8,9 +8,8 @@ import pytest
 
 from weft.core.machine import load as load_machine
 from weft.planner.models import load_model
-from weft.studies.iso import study
-from weft.studies.iso.presentation import STUDY
-from weft.studies.iso.study import LayerModel, prompt
+from weft_studies.iso import study
+from weft_studies.iso.study import STUDY, LayerModel, prompt
 
 TOKENS = 4096
 A800 = LayerModel(study.load(), 8)

@@ -6,16 +6,31 @@ import dataclasses
 import json
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from weft.core import codec
-from weft.report.study import study_page
-from weft.studies.profile import StudyProfile, moved, uncertain
-from weft.studies.published import Evidence, Figure, headline
-from weft.studies.study import CHANGED, STUDIES, Done, load_study, record, tables, words
-from weft.studies.sweep import REACH, JointSweep, SweptRow, joint, joint_table, joint_words, one_at_a_time, swept_table, unmoved
-from weft.studies.t3.system import T3System, load
+from weft.core.span import Span
+from weft_studies import command
+from weft_studies.figures import (
+    REACH,
+    Evidence,
+    Figure,
+    JointSweep,
+    SweptRow,
+    headline,
+    joint,
+    joint_table,
+    joint_words,
+    one_at_a_time,
+    swept_table,
+    unmoved,
+)
+from weft_studies.page import study_page
+from weft_studies.profile import StudyProfile, moved, uncertain
+from weft_studies.study import CHANGED, STUDIES, Done, Study, load_study, record, tables, words
+from weft_studies.t3.system import T3System, load
 
 DOCS = Path(__file__).parents[2] / "docs"
 GUESS = Evidence(label="predicted", because="Nothing was chosen with it in view.")
@@ -153,7 +168,7 @@ def test_draws_stay_within_reach_and_are_the_same_again() -> None:
 
 
 def test_a_system_of_which_no_draw_can_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.studies.sweep.MOST_REFUSED", 3)
+    monkeypatch.setattr("weft_studies.figures.MOST_REFUSED", 3)
 
     def never(system: T3System) -> tuple[Figure, ...]:
         raise ValueError("units is 80")
@@ -205,3 +220,27 @@ def test_figures_of_another_system_are_not_counted() -> None:
         headlines[name] = next(words(Done(study=study, system=system, result=study.run(system, silent))))
     assert "1 predicted figures" in headlines["published"]
     assert headlines["changed"] == CHANGED
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_study_is_written_though_nobody_reads_the_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    def unread(done: Done) -> Any:
+        raise BrokenPipeError
+
+    spans = {"one": (Span(rank=0, lane="compute", kind="gemm", name="g", start_us=0.0, end_us=1.0),)}
+
+    def simulated(which: Study, system: Any, *_: Any, **__: Any) -> Done:
+        return Done(study=dataclasses.replace(which, spans=lambda result: spans), system=system, result=None)
+
+    monkeypatch.setattr(command, "simulate", simulated)
+    monkeypatch.setattr("weft_studies.page.study_page", lambda done: "whole")
+    for name in ("print_results", "record"):
+        monkeypatch.setattr(command, name, unread)
+    report, trace = tmp_path / "out", tmp_path / "trace.json"
+    to = Path("-") if as_json else None
+    with pytest.raises(BrokenPipeError):
+        command.command("t3", json=to, report=report, trace=trace)
+    assert (report / "index.html").read_text() == "whole"
+    assert trace.stat().st_size

@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from t3_tiny import product, tiny
 
-from weft.studies.profile import changed, scaled
-from weft.studies.t3.configurations import Overlapped, all_gather, fused, gemm_alone, reduce_scatter
-from weft.studies.t3.grid import Grid
-from weft.studies.t3.mapping import Collective, mapping
-from weft.studies.t3.memory import Policy
-from weft.studies.t3.system import T3System, load
-from weft.studies.t3.work import SUBLAYERS, LayerGemm
+from weft_studies.profile import changed, scaled
+from weft_studies.t3.configurations import Overlapped, all_gather, fused, gemm_alone, reduce_scatter
+from weft_studies.t3.fused import Collective, mapping
+from weft_studies.t3.kernels import Grid
+from weft_studies.t3.memory import Policy
+from weft_studies.t3.system import SUBLAYERS, LayerGemm, T3System, load
 
 COLLECTIVES: tuple[Collective, ...] = ("ring_reduce_scatter", "direct_reduce_scatter", "all_to_all", "all_gather")
 POLICIES: tuple[Policy, ...] = ("round_robin", "compute_first")

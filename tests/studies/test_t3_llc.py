@@ -6,10 +6,8 @@ import pytest
 from t3_lines import Indexing, folded, modulo, read_bytes, scattered
 from t3_tiny import product, tiny
 
-from weft.studies.t3.grid import Grid
-from weft.studies.t3.llc import input_reads, share_in_cache
-from weft.studies.t3.system import load
-from weft.studies.t3.work import SUBLAYERS
+from weft_studies.t3.kernels import Grid, input_reads, share_in_cache
+from weft_studies.t3.system import SUBLAYERS, load
 
 WAYS = 16
 

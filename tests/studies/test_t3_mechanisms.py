@@ -9,14 +9,13 @@ from itertools import pairwise
 import pytest
 from t3_tiny import product, tiny
 
-from weft.studies.profile import changed, switches
-from weft.studies.t3 import variants
-from weft.studies.t3.configurations import Overlapped, SubLayerRun, fused, run_sublayer
-from weft.studies.t3.gemm import slices_under_way
-from weft.studies.t3.mapping import Collective, mapping, unrotated
-from weft.studies.t3.memory import Policy
-from weft.studies.t3.system import T3System, load
-from weft.studies.t3.work import SUBLAYERS, SubLayer
+from weft_studies.profile import changed, switches
+from weft_studies.t3 import evaluation
+from weft_studies.t3.configurations import Overlapped, SubLayerRun, fused, run_sublayer
+from weft_studies.t3.fused import Collective, mapping, unrotated
+from weft_studies.t3.kernels import slices_under_way
+from weft_studies.t3.memory import Policy
+from weft_studies.t3.system import SUBLAYERS, SubLayer, T3System, load
 
 COLLECTIVES: tuple[Collective, ...] = ("ring_reduce_scatter", "direct_reduce_scatter", "all_to_all", "all_gather")
 MANY = 10**6
@@ -241,17 +240,17 @@ def runs() -> list[SubLayerRun]:
 def test_rows_of_variants(runs: list[SubLayerRun]) -> None:
     """Each has the system as it is as one row, whether its runs are handed over or not."""
     both = (LARGE, SMALL)
-    sizes = variants.tracker_sizes(load(), runs, both)
-    costs = variants.update_costs(load(), runs, both)
-    units = variants.more_units(load(), runs, both)
-    cliff = variants.cliff(load(), runs, both)
+    sizes = evaluation.tracker_sizes(load(), runs, both)
+    costs = evaluation.update_costs(load(), runs, both)
+    units = evaluation.more_units(load(), runs, both)
+    cliff = evaluation.cliff(load(), runs, both)
     assert [row.entries for row in sizes] == [64, 256, 1024]
     assert [row.name for row in costs] == [f"hbm.update_cost = {cost}" for cost in (1.0, 1.25, 2.0)]
     assert [row.name for row in units] == ["as it is", "units = 160"]
-    assert [row.name for row in cliff[1:]] == [f"{path} = {value}" for path, value in variants.CLIFF]
+    assert [row.name for row in cliff[1:]] == [f"{path} = {value}" for path, value in evaluation.CLIFF]
     assert units[0] == cliff[0] == dataclasses.replace(costs[1], name="as it is")
     assert dataclasses.replace(sizes[1].variant, name="as it is") == units[0]
-    assert variants.more_units(load(), sublayers=both) == units
+    assert evaluation.more_units(load(), sublayers=both) == units
     assert 1 > sizes[0].spilled > sizes[1].spilled > sizes[2].spilled > 0
     assert sizes[0].traffic > sizes[1].traffic > sizes[2].traffic > 0
     assert costs[0].t3_mca > costs[1].t3_mca > costs[2].t3_mca
@@ -259,7 +258,7 @@ def test_rows_of_variants(runs: list[SubLayerRun]) -> None:
 
 def test_cliff(runs: list[SubLayerRun]) -> None:
     """What T3-MCA gains falls with what a fetch takes longer under T3, and is lost where that is nothing."""
-    before, stages, deeper, queue = variants.cliff(load(), runs, (LARGE, SMALL))
+    before, stages, deeper, queue = evaluation.cliff(load(), runs, (LARGE, SMALL))
     assert before.fetch_ns > 1.5 * before.multiply_ns
     assert before.gain_others > 0.1
     for row in (stages, deeper):
@@ -271,9 +270,9 @@ def test_cliff(runs: list[SubLayerRun]) -> None:
 
 def test_ablation(runs: list[SubLayerRun]) -> None:
     """No mechanism is without effect, and near-memory compute and the bypass are those that save traffic."""
-    whole, *rows = variants.ablation(load(), runs, (LARGE, SMALL))
+    whole, *rows = evaluation.ablation(load(), runs, (LARGE, SMALL))
     assert whole.off is None
     assert [f"mechanisms.{row.off}" for row in rows] == list(switches(load()))
     assert all(row.t3_mca < whole.t3_mca for row in rows)
     assert rows[0].saved < whole.saved - 0.1
-    assert whole.t3_mca == pytest.approx(variants.more_units(load(), runs, (LARGE, SMALL))[0].t3_mca)
+    assert whole.t3_mca == pytest.approx(evaluation.more_units(load(), runs, (LARGE, SMALL))[0].t3_mca)

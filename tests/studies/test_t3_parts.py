@@ -9,14 +9,12 @@ import pytest
 import simpy
 from t3_tiny import product, tiny, with_numbers
 
-from weft.studies.profile import changed
-from weft.studies.t3.configurations import fused
-from weft.studies.t3.grid import Chunks, Grid, chunk_at
-from weft.studies.t3.mapping import mapping
-from weft.studies.t3.memory import GpuMemory, Policy
-from weft.studies.t3.system import load
-from weft.studies.t3.tracker import Tracker
-from weft.studies.t3.work import SUBLAYERS
+from weft_studies.profile import changed
+from weft_studies.t3.configurations import fused
+from weft_studies.t3.fused import Tracker, mapping
+from weft_studies.t3.kernels import Chunks, Grid, chunk_at
+from weft_studies.t3.memory import GpuMemory, Policy
+from weft_studies.t3.system import SUBLAYERS, load
 
 # Arbitration
 
@@ -118,7 +116,7 @@ def test_tracker_that_overflows_says_so() -> None:
 
 
 def test_order_of_tiles() -> None:
-    """The figure in weft.studies.t3.grid."""
+    """The figure in weft_studies.t3.kernels."""
     grid = Grid(product(16, 12, 4), tiny(units=4))
     assert [grid.place(i) for i in range(12)] == [
         *[(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)],

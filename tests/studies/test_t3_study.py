@@ -11,19 +11,15 @@ from pages import charts_of
 
 from weft.cli import main
 from weft.core import codec
-from weft.report.study import study_page
-from weft.studies.profile import changed, scaled
-from weft.studies.published import geomean, headline
-from weft.studies.study import Done, record
-from weft.studies.sweep import SweptRow
-from weft.studies.t3 import study as studies
-from weft.studies.t3.configurations import CONFIGURATIONS
-from weft.studies.t3.layers import other_ns
-from weft.studies.t3.paper import figures
-from weft.studies.t3.presentation import STUDY
-from weft.studies.t3.study import T3Study, concurrent, run_sublayers
-from weft.studies.t3.system import load
-from weft.studies.t3.work import SUBLAYERS, T_NLG
+from weft_studies.figures import SweptRow, geomean, headline
+from weft_studies.page import study_page
+from weft_studies.profile import changed, scaled
+from weft_studies.study import Done, record
+from weft_studies.t3 import evaluation as studies
+from weft_studies.t3.configurations import CONFIGURATIONS, other_ns
+from weft_studies.t3.evaluation import T3Study, concurrent, run_sublayers
+from weft_studies.t3.study import STUDY, figures
+from weft_studies.t3.system import SUBLAYERS, T_NLG, load
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +42,7 @@ def test_published_figures(study: T3Study) -> None:
 
 
 def test_times_of_configurations(study: T3Study) -> None:
-    """The table in weft.studies.t3.configurations."""
+    """The table in weft_studies.t3.configurations."""
     for run in study.sublayers:
         gemm, scatter, near, gather = run.gemm.ns, run.reduce_scatter.ns, run.reduce_scatter_nmc.ns, run.all_gather.ns
         expected = {

@@ -19,15 +19,28 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from weft.cli import listings, machine, plan, run, simulate
 from weft.core.errors import WeftError
 from weft.core.version import __version__
 
+
+class _Commands(TyperGroup):
+    """The commands of weft. `weft simulate STUDY` is the command of an installed study."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name == "simulate" and rest and (study := simulate.installed_studies().get(rest[0])):
+            command = typer.main.get_command(study.load())
+        return name, command, rest
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

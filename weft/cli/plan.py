@@ -76,7 +76,7 @@ def command(
     imports: choices.IMPORT = None,
 ) -> None:
     """Choose a schedule for each communicating layer of a model, and predict what it gains. Nothing runs."""
-    from weft.cli.simulate_schedule import machine_with
+    from weft.cli.simulate import machine_with
 
     target = machine_with(machine, changes or [])
     sizes, layers = choices.choose_layers(model, op, layer, ranks=ranks or target.world_size)

@@ -1,126 +1,201 @@
-"""weft simulate: simulate a published evaluation and compare it with the published figures, or simulate one schedule."""
+"""weft simulate: one schedule on one machine, from a file that `weft plan --save` or the codec wrote. And the entry of studies.
+
+A study is a published evaluation. Studies are distributions of their own: each names a Typer application, by the name that
+`weft simulate` takes, in the entry point group `weft.studies`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import choices, output
 from weft.cli.output import progress_bar
-from weft.cli.simulate_schedule import Outputs, simulate_schedule
-from weft.core import settings
-from weft.studies.study import STUDIES, Done, load_study, record, tables, words
-from weft.studies.study import simulate as simulate_study
+from weft.cli.tables import gantt
+from weft.core import codec
+from weft.report.words import ms
+
+if TYPE_CHECKING:
+    from weft.core.machine import Machine
+    from weft.core.schedule import Schedule
+    from weft.planner.simulated import Simulation
+
+EXAMPLE = "links.gbps=200"
+STUDIES = "weft.studies"
+"""The entry point group of studies."""
+NOT_INSTALLED = "The studies t3, ficco, dlrm and iso are not installed; in a clone of weft's repository: pip install ./studies"
 
 
 def command(
-    study: Annotated[
-        str,
+    file: Annotated[
+        Path,
         typer.Argument(
             metavar="STUDY|FILE",
-            help=" ".join(f"{name}: {about}." for name, about in STUDIES.items())
-            + " A JSON file with a schedule, as weft plan --save writes it.",
+            help="A JSON file with a schedule, as weft plan --save writes it. Or the name of an installed study, such as t3, "
+            "which has options of its own: weft simulate t3 --help.",
         ),
     ],
     machine: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Machine for a schedule: a name from weft machines, or a JSON file. Default: h200x8."
-        ),
-    ] = None,
+        str,
+        typer.Option(metavar="NAME", help="Machine to simulate: a name from weft machines, or a JSON file."),
+    ] = choices.DEFAULT_MACHINE,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Change a number, for example links.gbps=200 for a schedule's machine, ficco or iso, hbm.gbps=2000 for t3, or "
-            "nodes=128 for dlrm. Repeatable.",
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help=f"Change a number of the machine, for example {EXAMPLE}. Repeatable."),
     ] = None,
-    scenarios: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--scenario", metavar="NAME", help="For ficco: simulate only this GEMM, such as g5. Repeatable. Default: all."
-        ),
-    ] = None,
-    sensitivity: Annotated[
-        bool,
-        typer.Option(
-            "--sensitivity", help="Also simulate with each assumed or derived number 25% lower and 25% higher, one at a time."
-        ),
-    ] = False,
-    draws: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Also simulate N times with all assumed and derived numbers changed at once, each by up to 10%, a small "
-            "whole number by 1. Try 200.",
-        ),
-    ] = 0,
     json: choices.JSON = None,
     report: choices.REPORT = None,
     trace: choices.TRACE = None,
 ) -> None:
-    """Simulate a published evaluation and compare it with the published figures, or simulate one schedule on one machine."""
-    outputs = Outputs(json=json, report=report, trace=trace)
-    if study not in STUDIES and (study.endswith(".json") or os.path.isfile(study)):
-        for option, value in (("sensitivity", sensitivity), ("draws", draws), ("scenario", scenarios)):
-            if value:
-                raise ValueError(f"--{option} is for studies; a schedule takes --set")
-        simulate_schedule(Path(study), machine or choices.DEFAULT_MACHINE, changes or [], outputs)
-        return
-    chosen = load_study(study)
-    if machine is not None:
-        raise ValueError(f"--machine is for a schedule in a JSON file, not for {study}")
-    outputs.require({})
-    if scenarios:
-        if chosen.select_scenarios is None:
-            raise ValueError(
-                f"--scenario is {', '.join(scenarios)}, but {study} has no scenarios; leave it out to simulate all of {study}"
-            )
-        chosen = chosen.select_scenarios(scenarios)
-    system = chosen.apply_settings(chosen.load(), dict(settings.parse(change, chosen.example) for change in changes or []))
-    with progress_bar() as progress:
-        done = simulate_study(chosen, system, progress, sensitivity=sensitivity, draws=draws)
-    write_results(done, outputs)
+    """Simulate one schedule on one machine, or simulate a published evaluation and compare it with the published figures."""
+    if not str(file).endswith(".json") and not os.path.isfile(file):
+        known = ", ".join(installed_studies())
+        raise ValueError(
+            f"study is '{file}', which is no file. "
+            + (f"Studies, whose names come before all options: {known}" if known else NOT_INSTALLED)
+        )
+    simulate_schedule(file, machine, changes or [], Outputs(json=json, report=report, trace=trace))
 
 
-def write_results(done: Done, outputs: Outputs) -> None:
-    """Write the page, trace and record of a study that `outputs` names, and print its tables."""
-    written = []  # Files are written before anything is printed, because printing fails if the reader of a pipe has ended.
+def installed_studies() -> dict[str, EntryPoint]:
+    """Return the entry points of the installed studies by name, none of which is imported."""
+    return {point.name: point for point in sorted(entry_points(group=STUDIES), key=lambda point: point.name)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The paths for results besides the terminal. json: see weft.cli.choices.JSON. report: a folder. trace: a file."""
+
+    json: Path | None = None
+    report: Path | None = None
+    trace: Path | None = None
+
+    def require(self, read: Mapping[str, Path | None]) -> None:
+        """Check all paths before the work starts. Raises ValueError that names the option.
+
+        read: the files, by argument, that no output may overwrite."""
+        report = output.page_path(self.report)
+        output.require_distinct({**read, "--json": self.json, "--report": report, "--trace": self.trace})
+        output.require_json(self.json)
+        output.require_folder(self.report, "--report")
+        output.require_file(self.trace, "--trace")
+
+
+def simulate_schedule(path: Path, machine: str, settings: Sequence[str], outputs: Outputs) -> None:
+    """Read a schedule, prove it, simulate it, and print and write the results.
+
+    Raises ValueError for a file without a schedule, for a wrong schedule, for a machine that cannot run it, and for a setting
+    that the machine does not have."""
+    from weft.checker import check
+    from weft.core.schedule import Schedule
+    from weft.planner.simulated import simulated
+
+    schedule, target = codec.read(Schedule, path), machine_with(machine, settings)
+    outputs.require({"FILE": path, "--machine": choices.find_machine_file(machine)})
+    with progress_bar("checking the schedule") as progress:
+        check(schedule)
+        found = simulated(schedule, target, progress)
+    written = _write(schedule, target, found, outputs)  # before printing, because the reader of a pipe may close it
+    if outputs.json is not None:
+        if output.write_json(outputs.json, output.as_json(as_data(schedule, found))):
+            return
+        written.append(outputs.json)
+    _show(schedule, target, found)
+    for file in written:
+        print(f"wrote {file}")
+
+
+def machine_with(name: str, settings: Sequence[str], example: str = EXAMPLE) -> Machine:
+    """Return a machine with some numbers or its topology changed, and with all numbers that depend on them (weft.core.what_if).
+    Raises ValueError for a setting that is not allowed."""
+    from weft.core.machine import load
+    from weft.core.settings import parse
+
+    machine, changes = load(name), dict(parse(setting, example) for setting in settings)
+    return machine.what_if(changes)
+
+
+def as_data(schedule: Schedule, found: Simulation) -> dict[str, object]:
+    """Return all results as plain data, with times in microseconds."""
+    losses = found.losses
+    return {
+        "schedule": losses.spec,
+        "problem": codec.dump(schedule.problem),
+        "machine": found.machine,
+        "total_us": found.total_us,
+        "sequential_us": found.sequential_us,
+        "ideal_us": losses.ideal_us,
+        "computation_us": losses.computation_us,
+        "communication_us": losses.communication_us,
+        "losses": dict(_losses(found)),
+        "lanes": [dataclasses.asdict(lane) for lane in found.lanes],
+        "spans": codec.dump(found.spans),
+    }
+
+
+def _losses(found: Simulation) -> list[tuple[str, float | None]]:
+    losses = found.losses
+    return [
+        ("gemm_dil", losses.gemm_dil),
+        ("gemm_cil", losses.gemm_cil),
+        ("communication_dil", losses.communication_dil),
+        ("communication_cil", losses.communication_cil),
+        ("exposed_us", losses.exposed_us),
+    ]
+
+
+def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
+    out, losses = output.console(), found.losses
+    out.print(f"{losses.spec} for {schedule.problem}", style="bold")
+    out.print(f"on {machine.description}")
+    out.print()
+    times = output.table("", "ms", "of sequential")
+    parts = {
+        losses.spec: found.total_us,
+        "sequential": found.sequential_us,
+        "whole computation alone": losses.computation_us,
+        "whole communication alone": losses.communication_us,
+    }
+    for name, us in parts.items():
+        times.add_row(name, ms(us), output.share(us / found.sequential_us) if found.sequential_us else "-")
+    output.print_table(out, times)
+    out.print()
+    heads = ("GEMM DIL", "GEMM CIL", "comm. DIL", "comm. CIL", "exposed ms")
+    listed = output.table(*heads, left=0)
+    values = ["-" if value is None else f"{value:.2f}" for _, value in _losses(found)[:-1]]
+    listed.add_row(*values, ms(losses.exposed_us))
+    output.print_table(out, listed)
+    out.print()
+    _show_lanes(found)
+    out.print()
+    out.print(gantt(found.spans, rank=found.slowest, width=min(out.width, 120)))
+
+
+def _show_lanes(found: Simulation) -> None:
+    out = output.console()
+    made = output.table(f"lanes of rank {found.slowest}", "steps", "busy ms", "waiting ms", "busy")
+    for lane in found.lanes:
+        if lane.rank == found.slowest:
+            share = output.share(lane.busy_us / found.total_us) if found.total_us else "-"
+            made.add_row(lane.lane, str(lane.steps), ms(lane.busy_us), ms(lane.waiting_us), share)
+    output.print_table(out, made)
+
+
+def _write(schedule: Schedule, machine: Machine, found: Simulation, outputs: Outputs) -> list[Path]:
+    written = []
     if outputs.report is not None:
-        from weft.report.study import write_study
+        from weft.report.page import write_schedule_report
 
-        written.append(write_study(done, outputs.report))
+        written.append(write_schedule_report(schedule, machine, found, outputs.report))
     if outputs.trace is not None:
         from weft.report.trace import write_calls
 
-        written.append(write_calls(done.study.spans(done.result), outputs.trace, about=done.study.name))
-    if outputs.json is not None:
-        if output.write_json(outputs.json, output.as_json(record(done))):
-            return
-        written.append(outputs.json)
-    print_results(done)
-    for path in written:
-        print(f"wrote {path}")
-
-
-def print_results(done: Done) -> None:
-    """Print the system, the tables that are meant for the console, and the summary of the study."""
-    console = output.console()
-    console.print("; ".join(f"{name.lower()}: {value}" for name, value in done.study.facts(done.system)))
-    for study_table in tables(done):
-        if study_table.console:
-            printed = output.table(*study_table.rows[0])
-            for row in study_table.rows[1:]:
-                printed.add_row(*row)
-            console.print(f"\n{study_table.title}")
-            output.print_table(console, printed)
-            if study_table.note:
-                console.print(study_table.note)
-    for sentence in words(done):
-        console.print(f"\n{sentence}")
+        title = f"{found.losses.spec} on {found.machine}"
+        written.append(write_calls({title: found.spans}, outputs.trace, about=str(schedule.problem)))
+    return written

@@ -14,11 +14,8 @@ collectives and the network between nodes, or tiles and memory. So waits and ord
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-
-import numpy as np
 
 from weft.core.fused_collective import spelled_out
 from weft.core.machine import AlphaBeta, Machine, Tile
@@ -26,7 +23,6 @@ from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, P
 from weft.core.schedule import Copy, Push, Reduce, Schedule, steps_of
 from weft.perf import run
 from weft.perf.terms import whole_collective_us, whole_gemm_us
-from weft.planner.sizes import FEATURES, Feature, sizes
 from weft.planner.values import Candidate, predicted
 from weft.schedules import spec
 
@@ -181,34 +177,3 @@ def without_fixed_costs(machine: Machine) -> Machine:
         copies=dataclasses.replace(machine.copies, copy_us=FREE_US),
         network=machine.network and dataclasses.replace(machine.network, step_us=FREE_US),
     )
-
-
-def correlations(
-    signatures: Sequence[Signature], machine: Machine, of: Callable[[Signature], float] = lambda found: found.loss
-) -> dict[Feature, float]:
-    """Return Spearman's rank correlation of a loss with each static size; 0 for fewer than three different values.
-
-    of: returns the loss of a signature. The default is the whole loss."""
-    losses = [of(found) for found in signatures]
-    known = [sizes(found.problem, machine) for found in signatures]
-    return {name: _spearman([FEATURES[name](one) for one in known], losses) for name in FEATURES}
-
-
-def _spearman(left: Sequence[float], right: Sequence[float]) -> float:
-    """
-    >>> _spearman([1, 2, 3, 10], [5, 6, 7, 8]), _spearman([1, 2, 3], [2, 2, 2])
-    (1.0, 0.0)
-    """
-    if min(len(set(left)), len(set(right))) < 3:
-        return 0.0
-    a, b = _ranked(left), _ranked(right)
-    return float(np.corrcoef(a, b)[0, 1])
-
-
-def _ranked(values: Iterable[float]) -> np.ndarray:
-    """Return ascending ranks. Equal values share the mean of their ranks."""
-    found = np.asarray(list(values))
-    below = (found[:, None] > found[None, :]).sum(1)
-    same = (found[:, None] == found[None, :]).sum(1)
-    ranked: np.ndarray = below + (same - 1) / 2
-    return ranked

@@ -1,5 +1,0 @@
-"""Fabrics connect many GPUs (topology.py). If all ranks do the same, one rank represents all (symmetry.py)."""
-
-from weft.studies.fabric.topology import FatTree, SymmetricFabric, Torus
-
-__all__ = ["FatTree", "SymmetricFabric", "Torus"]
