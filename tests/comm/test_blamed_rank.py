@@ -11,8 +11,8 @@ import weft
 from weft.core.fused_collective import spelled_out
 from weft.core.schedule import Flag, Schedule, signalled_flags, waits
 from weft.runtime.bound import flag_writers
-from weft.runtime.flag_words import WaiterWords
 from weft.runtime.host import WAIT_DONE, HostProgram
+from weft.runtime.launches import WaiterWords
 
 
 class Words:

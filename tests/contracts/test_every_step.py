@@ -46,10 +46,9 @@ from weft.core.schedule import (
 from weft.core.work import WORK, flops, label
 from weft.perf import engine, rotation, run
 from weft.runtime.bindings import Where
-from weft.runtime.flag_words import WaiterWords
+from weft.runtime.bound import KERNELS
 from weft.runtime.launch_plan import LaunchPlan
-from weft.runtime.launches import CopyLaunch, FlagOperations, KernelLaunch, Launch, TorchLaunch
-from weft.runtime.step_kernels import KERNELS
+from weft.runtime.launches import CopyLaunch, FlagOperations, KernelLaunch, Launch, TorchLaunch, WaiterWords
 from weft.schedules.timelines.lines import LINES
 
 EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {

@@ -224,7 +224,7 @@ def _no_room() -> tuple[str, float]:
             check_gather(shard * size, 24, 16, DTYPE, "auto", seed)
         if dist.get_rank() == 1:
 
-            def full(*given: Any) -> torch.Tensor:
+            def full(*given: Any, **options: Any) -> torch.Tensor:
                 raise torch.OutOfMemoryError("no room")
 
             patch.setattr(buckets, "_pad_pieces", full)

@@ -7,7 +7,7 @@ from families import PAIRS
 
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Copy, Gemm, Signal, Wait, waits
-from weft.runtime.flag_words import WaiterWords
+from weft.runtime.launches import WaiterWords
 from weft.schedules import build
 
 

@@ -21,10 +21,9 @@ from weft.core.problem import Op, Problem
 from weft.core.schedule import Flag, Gemm, Push, Region, Schedule, waits
 from weft.kernels.flag_operations import split_into_phases
 from weft.runtime.bindings import Where
-from weft.runtime.flag_words import WaiterWords
+from weft.runtime.bound import signal_values
 from weft.runtime.launch_plan import LaunchPlan, merge_flag_operations
-from weft.runtime.launches import FlagOperations, Launch
-from weft.runtime.step_kernels import signal_values
+from weft.runtime.launches import FlagOperations, Launch, WaiterWords
 from weft.schedules import build
 
 CALLS = 4

@@ -16,7 +16,7 @@ from weft_log import warned
 from weft.compat import streams as driver_module
 from weft.compat.streams import Driver
 from weft.runtime import replay
-from weft.runtime.bound import Inputs, Outputs
+from weft.runtime.bindings import Inputs, Outputs
 from weft.runtime.replay import Captures, Replays, give_captures, take_captures
 
 PAGE = 256

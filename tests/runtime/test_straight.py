@@ -9,6 +9,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -28,17 +29,15 @@ from weft.compat.streams import Word
 from weft.core.problem import Problem, split
 from weft.core.schedule import Collective, Gemm, Push, Reduce, Region, Schedule
 from weft.kernels.launch import Launcher, record_launches
-from weft.runtime.bindings import Bindings, Where
-from weft.runtime.bound import BoundProgram
-from weft.runtime.call_tensors import CallTensors
+from weft.runtime.bindings import Bindings, CallTensors, NotPreparedError, Where
+from weft.runtime.bound import BoundProgram, kernel_of
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.fused import FusedReduce
 from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launch_plan import LaunchPlan
-from weft.runtime.launches import FlagOperations, KernelLaunch, NotPreparedError
+from weft.runtime.launches import FlagOperations, KernelLaunch
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.products import Products
-from weft.runtime.step_kernels import kernel_of
 from weft.runtime.straight import Straight
 from weft.schedules import build
 
@@ -66,18 +65,17 @@ class Rank(FakeProgram):
 
     dtype = torch.float32
     allocates, ragged = 0, None
-    _scale_names: ClassVar[dict[str, str]] = {}
     _reached: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, schedule: Schedule, rank: int, fixed: Bindings) -> None:
         super().__init__(schedule, rank)
         device = torch.device("cpu", 0)
-        self.fixed, self.collectives = fixed, dict[int, Any]()
+        given = frozenset(one.name for one in self.schedule.buffers if one.kind in ("input", "output"))
+        self.fixed, self.collectives = replace(fixed, rank=rank, given=given), dict[int, Any]()
         self.driver = CopyingDriver()
         self.resources = SimpleNamespace(
             device=device, driver=self.driver, stream=self._stream, aside=FakeStream(SIDE), words=self._words
         )
-        self._given = frozenset(one.name for one in self.schedule.buffers if one.kind in ("input", "output"))
         lanes = self.schedule.ranks[rank]
         self.streams = LaneStreams(cast(Any, self.resources), lanes, frozenset())
         self.products = {lane.name: Products(device) for lane in lanes}
@@ -91,7 +89,7 @@ class Rank(FakeProgram):
         CudaProgram._copies,
         CudaProgram._address_of,
     )
-    bind, place_of = BoundProgram.bind, BoundProgram.place_of
+    bind = BoundProgram.bind
 
     def plan_of(self, bindings: Bindings) -> LaunchPlan:
         return self.plan
@@ -431,7 +429,7 @@ def test_a_kernel_that_reads_overlapping_matrices_is_not_prepared(monkeypatch: p
     inputs, outputs = world.tensors(0)
     whole = torch.rand(40, 12)
     inputs["a"][0], inputs["b"][0] = whole[: len(inputs["a"][0])], whole[4:16, :8]
-    tensors = CallTensors(cast(Any, world.ranks[0]), inputs, outputs)
+    tensors = CallTensors(world.ranks[0].bind(inputs, outputs), inputs, outputs)
     with pytest.raises(NotPreparedError):
         tensors.address(inputs["b"][0].data_ptr())
 
@@ -524,8 +522,7 @@ def test_tensors_of_collectives_are_viewed_as_bytes(shape: tuple[int, int]) -> N
         caller = caller.as_strided(shape, (1, shape[0]))
     assert caller.is_contiguous()
     flat = caller.as_strided((caller.numel(),), (1,)).view(torch.uint8).view(-1, 1)
-    program: Any = SimpleNamespace(bind=lambda inputs, outputs: Bindings(), place_of=lambda bindings, name: ({"a": ()}, "a"))
-    tensors = CallTensors(program, {"a": (flat,)}, {}, [caller])
+    tensors = CallTensors(Bindings(given=frozenset("a"), tensors={("a", 0): ()}), {"a": (flat,)}, {}, [caller])
     number = tensors.view(flat[4:12])
     moved = caller.clone(memory_format=torch.preserve_format) + 1
     tensors.hold([moved])

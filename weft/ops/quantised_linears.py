@@ -15,7 +15,7 @@ from weft.core.problem import Recipe, Scaling
 from weft.ops.common import FLOAT8
 from weft.ops.operator import define
 from weft.ops.scaled import QUANTISED, quantised_here
-from weft.runtime.launches import FactorScales
+from weft.runtime.bindings import FactorScales
 from weft.runtime.scaled_products import products_on
 
 Tensor = torch.Tensor

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 import torch
 
 from weft.core.problem import Scaling, Span1D
 from weft.core.schedule import Gemm, Part, Region, Sum, runs
-from weft.runtime.bindings import Bindings
-from weft.runtime.launches import FactorScales, IssuedCall, Matmul, NotPreparedError, in_turn
-
-if TYPE_CHECKING:
-    from weft.runtime.call_tensors import CallTensors, Issue
+from weft.runtime.bindings import Bindings, CallTensors, FactorScales, Issue, NotPreparedError, in_turn
+from weft.runtime.launches import IssuedCall, Matmul
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:

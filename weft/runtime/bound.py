@@ -6,28 +6,30 @@ host.py and cuda.py add memory, flag words and lanes of each kind of device. Bot
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import CollectiveProblem, RaggedProblem
 from weft.core.schedule import (
-    Buffer,
     Collective,
     Copy,
     Flag,
     FusedCollective,
     Gemm,
+    GroupedGemm,
     Lookup,
     Push,
-    Region,
+    Reduce,
     Schedule,
+    SegmentCopies,
     SendReceive,
+    ShareCounts,
     Step,
     Wait,
     quantises,
@@ -38,19 +40,11 @@ from weft.core.schedule import (
 )
 from weft.core.span import Span
 from weft.core.work import region_bytes
-from weft.runtime.bindings import Bindings, Where, scales_name
-from weft.runtime.flag_words import WaiterWords
-from weft.runtime.host_rows import HostRows
+from weft.runtime.bindings import Bindings, Inputs, Outputs, Where, scales_name
+from weft.runtime.cuda_resources import CudaResources
+from weft.runtime.host_resources import HostResources
 from weft.runtime.launch_plan import LaunchPlan
-from weft.runtime.launches import FlagSubmitter, IssuedCall
-from weft.runtime.step_kernels import Place, StepKernel, kernel_of, signal_values
-
-if TYPE_CHECKING:
-    from weft.compat.streams import Word
-    from weft.runtime.call_tensors import CallTensors, Issue
-    from weft.runtime.cuda_resources import CudaResources
-    from weft.runtime.host_resources import HostResources
-    from weft.runtime.ragged_kernels import RaggedKernels
+from weft.runtime.launches import Place, Site, StepKernel, WaiterWords
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -60,10 +54,6 @@ DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-Inputs = Mapping[str, Sequence[torch.Tensor]]
-"""The matrices of each input buffer by name, plus tensors that are not schedule buffers: embedding tables and indices."""
-Outputs = dict[str, list[torch.Tensor]]
-"""The matrices of each output buffer by name."""
 NOTHING: Mapping[str, Sequence[torch.Tensor]] = {}
 ScratchName = tuple[str, Literal["elements", "scales"]]
 """The name of a buffer, and which of its matrices is meant. Only buffers of FP8 elements have scales."""
@@ -124,23 +114,11 @@ def scratch_bytes(schedule: Schedule, shared: Layout) -> int:
     )
 
 
-class BoundProgram(ABC):
+class BoundProgram(Site):
     """A BoundProgram is one rank's part of a schedule. Collective: every rank constructs it for the same schedule."""
 
-    sms_for_kernels: int
-    sms_for_pushes: int
-    ragged: RaggedKernels | None = None
-    """The state that the kernels of a call with splits share, on devices that run kernels."""
     _given: frozenset[str] = frozenset()
-    """The names of the caller's buffers. The caller's other tensors are never those of a buffer, whatever a schedule's author
-    has called its scratch."""
     _scale_names: Mapping[str, str] = {}
-    """The caller's buffer of FP8 elements, by the name of its scales."""
-
-    @property
-    @abstractmethod
-    def submitter(self) -> FlagSubmitter:
-        """The object that submits flag operations to lanes."""
 
     def __init__(self, resources: HostResources | CudaResources, schedule: Schedule) -> None:
         self.rank_group, self.schedule = resources.rank_group, schedule
@@ -203,10 +181,6 @@ class BoundProgram(ABC):
         assert scaling is not None, "the problem has no scaling"
         return scaling.scales_shape(found.operand, found.rows[rank], found.cols[rank])
 
-    def buffers_of(self, kind: str) -> set[str]:
-        """Return the names of the buffers of a kind."""
-        return {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind}
-
     def loading(self) -> AbstractContextManager[None]:
         """Return a context in which kernels may be loaded."""
         return self._resources.loading()
@@ -237,66 +211,9 @@ class BoundProgram(ABC):
             for wait in (wait for wait in waits(step) if wait.on_previous_call):
                 yield self.flags.slot[wait.flag, lane.name, position], self.signal_value(wait.flag)
 
-    def signal_value(self, flag: Flag) -> int:
-        """Return the value of a flag's word once it is signalled: the number of tiles if a kernel counts, or else 1."""
-        return self._signal_values.get(flag, 1)
-
     @abstractmethod
     def play(self, inputs: Inputs, outputs: Outputs) -> None:
         """Run every lane of this rank once."""
-
-    @abstractmethod
-    def waiters(self, flag: Flag) -> list[int]:
-        """Return the addresses of the words that a signal raises."""
-
-    @abstractmethod
-    def gate_address(self, flag: Flag, where: Where) -> int:
-        """Return the address of the word that a step of this rank waits for."""
-
-    @abstractmethod
-    def progress_word(self, where: Where) -> Word:
-        """Return the operation by which a lane records that it has reached a step, before the step waits."""
-
-    @abstractmethod
-    def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
-        """Return a function that copies one region to another, with the tensors of a call, on a stream."""
-
-    def prepare_copy(self, src: Region, dst: Region) -> Callable[[CallTensors], Issue] | None:
-        """Return CopyLaunch.prepare_copy for what `copier` returns. None if the device prepares nothing."""
-        return None
-
-    @abstractmethod
-    def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
-        """Return a function that runs a collective."""
-
-    def prepare_collective(self, step: Collective) -> Callable[[IssuedCall, CallTensors], Issue] | None:
-        """Return TorchLaunch.prepare_work for what `collective` returns. None if the device prepares nothing."""
-        return None
-
-    @abstractmethod
-    def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
-        """Return a function that sends and receives between nodes."""
-
-    @property
-    def row_counts(self) -> HostRows:
-        """The row counts of all ranks on the host, for steps that do not run as kernels."""
-        raise AssertionError("the steps of calls with splits are kernels here, or the problem has no splits")
-
-    def count_address(self, flag: Flag) -> int:
-        """Return the address of the word that a kernel of this rank adds to. A flag that a kernel counts has one waiter."""
-        (address,) = self.waiters(flag)
-        return address
-
-    def gate_need(self, wait: Wait) -> int:
-        """Return the value of its word that opens a gate. It is 0 for a gate that is passed before the kernel starts."""
-        return 0 if wait.on_previous_call else self.signal_value(wait.flag)
-
-    @abstractmethod
-    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        """Allocate zeroed bytes on every rank that all ranks can address. Collective.
-
-        Return the addresses by rank, and this rank's bytes.
-        """
 
     @abstractmethod
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -359,40 +276,26 @@ class BoundProgram(ABC):
 
     def bind(self, inputs: Inputs, outputs: Outputs) -> Bindings:
         """Return the bindings of all buffers of one call."""
-        own = self.own_bindings()
-        bindings = Bindings(dict(own.tensors), {}, {}, dict(own.scales), own.scaling, own.buffers)
-        for tensors in (inputs, outputs):
-            for name, matrices in tensors.items():
-                if name == "b" and self.schedule.problem.products > 1:
-                    bindings.stacked[name, self.rank] = matrices
-                elif name in self._given:
-                    bindings.bind(name, self.rank, *(as_buffer(self.schedule.buffer[name], one) for one in matrices))
-                elif name in self._scale_names:
-                    bindings.scales[self._scale_names[name], self.rank] = matrices
-                else:
-                    bindings.loose[name] = matrices
+        bindings = self.own_bindings().of_call(inputs, outputs)
         for name, by_rank in self._reached.items():
             for rank, tensor in enumerate(by_rank):
                 if rank != self.rank:
                     bindings.bind(name, rank, tensor)
         return bindings
 
-    def place_of(self, bindings: Bindings, name: str) -> tuple[dict[Any, Any], Any]:
-        """Return the part of the bindings, and the key, that hold the caller's tensors of this name."""
-        if name == "b" and self.schedule.problem.products > 1:
-            return bindings.stacked, (name, self.rank)
-        if name in self._given:
-            return bindings.tensors, (name, self.rank)
-        if name in self._scale_names:
-            return bindings.scales, (self._scale_names[name], self.rank)
-        return bindings.loose, name
-
     def own_bindings(self) -> Bindings:
         """Return the bindings of all buffers except the caller's tensors."""
         return self._fixed_bindings()
 
     def _fixed_bindings(self) -> Bindings:
-        bindings = Bindings(scaling=self.schedule.problem.scaling, buffers=self.schedule.buffer)
+        bindings = Bindings(
+            scaling=self.schedule.problem.scaling,
+            buffers=self.schedule.buffer,
+            rank=self.rank,
+            given=self._given,
+            scale_names=self._scale_names,
+            stacks_b=self.schedule.problem.products > 1,
+        )
         for buffer in self.schedule.buffers:
             shared, dtype = (buffer.name, self.rank) in self.layout.offsets, self.dtype_of(buffer.name)
             if buffer.kind == "local" or (buffer.kind == "symmetric" and not shared):
@@ -414,18 +317,9 @@ class BoundProgram(ABC):
     def prepared(self, inputs: Inputs) -> Inputs:
         """Return the inputs with the strides that the device's copies and matmuls need."""
 
-    def raiser(self, flag: Flag) -> str:
-        """Return a text that says which lane signals a flag."""
-        return f"{self.writers.get(flag, 'nobody')} raises it"
-
     @abstractmethod
     def close(self) -> None:
         """Release the memory of buffers and flags."""
-
-
-def as_buffer(buffer: Buffer, matrix: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the caller as a part of its buffer."""
-    return matrix.t() if buffer.by_columns else matrix
 
 
 def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedule) -> Schedule:
@@ -442,3 +336,68 @@ def with_fused_steps(resources: HostResources | CudaResources, schedule: Schedul
 def flag_writers(schedule: Schedule) -> dict[Flag, str]:
     """Return the name of the lane that signals each flag."""
     return {flag: f"rank {rank}'s lane {lane.name}" for rank, lane, _, step in schedule for flag in signalled_flags(step)}
+
+
+def _fused() -> Any:
+    from weft.runtime import fused
+
+    return fused
+
+
+def _pushes() -> Any:
+    from weft.runtime import pushes
+
+    return pushes
+
+
+def _lookups() -> Any:
+    from weft.runtime import lookups
+
+    return lookups
+
+
+def _fused_collective() -> Any:
+    from weft.runtime import fused_collective
+
+    return fused_collective
+
+
+def _ragged() -> Any:
+    from weft.runtime import ragged_kernels
+
+    return ragged_kernels.RaggedStepKernel
+
+
+# These modules load Triton, so they are imported only if a program has such a step and its device runs kernels.
+KERNELS: dict[type[Step], Callable[[], Callable[..., StepKernel | None]]] = {
+    Gemm: lambda: _fused().kernel_of,
+    Reduce: lambda: _fused().kernel_of_sum,
+    Push: lambda: _pushes().kernel_of,
+    Lookup: lambda: _lookups().FusedLookup,
+    FusedCollective: lambda: _fused_collective().FusedCollectiveKernel,
+    ShareCounts: _ragged,
+    SegmentCopies: _ragged,
+    GroupedGemm: _ragged,
+    Wait: _ragged,
+}
+"""By type of step, what makes its kernel from the site, the place and the step. It returns None if the step has none there."""
+SIGNAL_VALUES: dict[type[Step], Callable[[], Any]] = {Gemm: _fused, Push: _pushes, Lookup: _lookups}
+"""By type of step whose kernel counts tiles, the module whose `signal_values(site, rank, step)` returns the values of its
+flags. All ranks choose kernels for the same steps, so each knows the value of every flag. If a kernel cannot load a rank's
+tensors, the rank runs the step part by part, and signals the same values."""
+
+
+def kernel_of(program: BoundProgram, where: Where) -> StepKernel | None:
+    """Return the kernel of a step, or None if torch or operations of a stream run the step."""
+    make = KERNELS.get(type(where.step))
+    return make()(program, where, where.step) if make is not None and program.runs_as_kernel(where.step) else None
+
+
+def signal_values(program: BoundProgram) -> dict[Flag, int]:
+    """Return the value of each signalled flag that a kernel of any rank counts."""
+    found: dict[Flag, int] = {}
+    for rank, _, _, step in program.schedule:
+        module = SIGNAL_VALUES.get(type(step))
+        if module is not None and program.runs_as_kernel(step):
+            found |= module().signal_values(program, rank, step)
+    return found

@@ -30,7 +30,7 @@ from weft.compat.device import current_device, reference_of
 from weft.compat.dispatch import address_of, layout_check, make_empty, thread_state, without_inference_mode
 from weft.compat.streams import capturing, raw_stream, replay_graph
 from weft.core.schedule import Schedule
-from weft.runtime.bound import Outputs
+from weft.runtime.bindings import Outputs
 from weft.runtime.calls import Call
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.order import MOST_IN_FLIGHT, PendingCall

@@ -30,7 +30,7 @@ import torch
 
 from weft.core.problem import Op, Problem, split
 from weft.runtime.autotune import Choice
-from weft.runtime.bound import Outputs
+from weft.runtime.bindings import Outputs
 from weft.runtime.calls import Call, MatmulCall
 
 OWN_COUNTS = 4

@@ -35,9 +35,9 @@ from weft.core.problem import (
 )
 from weft.core.span import Span
 from weft.core.version import __version__
-from weft.runtime.bindings import scales_name
-from weft.runtime.bound import Inputs, Outputs
+from weft.runtime.bindings import Inputs, Outputs, scales_name
 
+_GATHERED_SCALES = scales_name("gathered")
 _M: dict[Op, str] = {
     "all_gather_matmul": "rows of a of all ranks together (if ranks have different numbers of rows, pass rows= to the call, "
     "or DTensors to a parallel style, by use_local_output=False of the style before)",
@@ -206,8 +206,8 @@ class MatmulCall(Call):
 
     def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
         """Return the products, then the gathered rows and their scales, or the gradients of weights, if requested."""
-        more = [outputs.get(name, []) for name in ("gathered", scales_name("gathered"), "gradients")]
-        return sum(more, outputs["out"])
+        gathered = outputs.get("gathered", []) + outputs.get(_GATHERED_SCALES, [])
+        return outputs["out"] + gathered + outputs.get("gradients", [])
 
     @property
     def inputs(self) -> Inputs:

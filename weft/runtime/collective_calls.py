@@ -12,7 +12,8 @@ import torch
 from weft.comm.symmetric_heap import SymmetricPlace
 from weft.core.problem import ITEMSIZE, CollectiveProblem
 from weft.core.version import __version__
-from weft.runtime.bound import DTYPES, Inputs, Outputs
+from weft.runtime.bindings import Inputs, Outputs
+from weft.runtime.bound import DTYPES
 from weft.runtime.calls import Call
 
 STAGING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}

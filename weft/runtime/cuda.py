@@ -40,14 +40,12 @@ from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.kernels.shapes import push_sms
-from weft.runtime.bindings import Bindings, Where, scales_name
-from weft.runtime.bound import NOTHING, BoundProgram, Inputs, Outputs, ScratchName, scratch_bytes, with_fused_steps
-from weft.runtime.call_tensors import CallTensors, Issue
+from weft.runtime.bindings import Bindings, CallTensors, Inputs, Issue, NotPreparedError, Outputs, Where, scales_name
+from weft.runtime.bound import NOTHING, BoundProgram, ScratchName, scratch_bytes, with_fused_steps
 from weft.runtime.call_timer import CallTimer
 from weft.runtime.cuda_resources import CudaResources
-from weft.runtime.flag_words import WaiterWords
 from weft.runtime.lane_streams import LaneStreams
-from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, NotPreparedError, TorchLaunch
+from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, TorchLaunch, WaiterWords
 from weft.runtime.nccl import NcclCollective
 from weft.runtime.network import sms_for
 from weft.runtime.order import Exclusive, PendingCall, memory_of_outputs

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,11 +22,8 @@ from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
 from weft.kernels.shapes import TileShape, blocks_for, tiles_of
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.step_kernels import MovableTables, StepKernel
+from weft.runtime.launches import MovableTables, Site, StepKernel
 from weft.runtime.sums import sum_of
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
 
 
 def is_fused(step: Gemm) -> bool:
@@ -41,27 +37,27 @@ def is_fused(step: Gemm) -> bool:
     )
 
 
-def kernel_of(program: BoundProgram, where: Where, step: Gemm) -> FusedGemm | None:
+def kernel_of(site: Site, where: Where, step: Gemm) -> FusedGemm | None:
     """Return the kernel of a GEMM, or None if it runs part by part."""
-    return FusedGemm(program, where, step) if is_fused(step) else None
+    return FusedGemm(site, where, step) if is_fused(step) else None
 
 
-def kernel_of_sum(program: BoundProgram, where: Where, step: Reduce) -> StepKernel | None:
+def kernel_of_sum(site: Site, where: Where, step: Reduce) -> StepKernel | None:
     """Return the kernel of a sum, or None if it runs part by part. A sum with counts runs part by part."""
-    if isinstance(program.schedule.problem, CollectiveProblem):
-        return sum_of(program, where, step)
+    if isinstance(site.schedule.problem, CollectiveProblem):
+        return sum_of(site, where, step)
     # A sum's table contains the addresses of its sources. Those of the caller's tensors change from call to call, and a graph
     # may still use the table of an earlier call.
-    given = program.buffers_of("input")
+    given = site.buffers_of("input")
     moves = any(src.buffer in given for part in step.parts for src in part.srcs)
-    return FusedReduce(program, where, step) if step.parts and not signalled_flags(step) and not moves else None
+    return FusedReduce(site, where, step) if step.parts and not signalled_flags(step) and not moves else None
 
 
-def signal_values(program: BoundProgram, rank: int, step: Gemm) -> dict[Flag, int]:
+def signal_values(site: Site, rank: int, step: Gemm) -> dict[Flag, int]:
     """Return the final values of the flags that a GEMM counts. Each tile adds one."""
     if not is_fused(step):
         return {}
-    blocks = blocks_for(step, program.device, program.machine, program.schedule.problem.scaling)
+    blocks = blocks_for(step, site.device, site.machine, site.schedule.problem.scaling)
     return {part.count: tiles_of(part, blocks) for part in step.parts if part.count is not None}
 
 
@@ -95,14 +91,14 @@ class FusedGemm(StepKernel):
 
     waits_in_kernel = True
 
-    def __init__(self, program: BoundProgram, where: Where, step: Gemm) -> None:
-        super().__init__(program, where)
-        self.status = torch.zeros(2, dtype=torch.int32, device=program.device)
-        self.step, self._scaling = step, program.schedule.problem.scaling
-        self._blocks = blocks_for(step, program.device, program.machine, self._scaling)
+    def __init__(self, site: Site, where: Where, step: Gemm) -> None:
+        super().__init__(site, where)
+        self.status = torch.zeros(2, dtype=torch.int32, device=site.device)
+        self.step, self._scaling = step, site.schedule.problem.scaling
+        self._blocks = blocks_for(step, site.device, site.machine, self._scaling)
         self._buffers = list(dict.fromkeys((part.a.buffer, part.a.rank) for part in step.parts))
         stored = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts[::-1]))
-        given = [key for key in stored if key[0] in program.buffers_of("output") and key[1] == where.rank]
+        given = [key for key in stored if key[0] in site.buffers_of("output") and key[1] == where.rank]
         self._out = (given or stored)[0]
         self._elsewhere = [part.out for part in step.parts if (part.out.buffer, part.out.rank) != self._out]
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
@@ -224,12 +220,12 @@ class FusedGemm(StepKernel):
 
         return tables(
             self.step,
-            device=self.program.device,
+            device=self.site.device,
             source=lambda part: self._buffers.index((part.a.buffer, part.a.rank)),
-            gate_address=lambda flag: self.program.gate_address(flag, self.where),
-            count_address=self.program.count_address,
+            gate_address=lambda flag: self.site.gate_address(flag, self.where),
+            count_address=self.site.count_address,
             stored_at=stored_at if self._elsewhere else None,
-            need=self.program.gate_need,
+            need=self.site.gate_need,
             blocks=self._blocks,
         )
 
@@ -237,8 +233,8 @@ class FusedGemm(StepKernel):
 class FusedReduce(StepKernel):
     """A FusedReduce is the kernel of a reduction from any addresses. It starts after its gates have been passed."""
 
-    def __init__(self, program: BoundProgram, where: Where, step: Reduce) -> None:
-        super().__init__(program, where)
+    def __init__(self, site: Site, where: Where, step: Reduce) -> None:
+        super().__init__(site, where)
         self.step, self._out = step, (step.parts[0].out.buffer, step.parts[0].out.rank)
         self._sources = [src for part in step.parts for src in part.srcs]
         self.tables = MovableTables(self._sources, self._make_tables)
@@ -278,7 +274,7 @@ class FusedReduce(StepKernel):
     def _make_tables(self, bindings: Bindings) -> ReduceTables:
         return reduce_tables(
             self.step,
-            device=self.program.device,
+            device=self.site.device,
             address=lambda region: bindings.view(region).data_ptr(),
             itemsize=bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0].element_size(),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +11,7 @@ from weft.core.problem import split
 from weft.core.schedule import Flag, FusedCollective, Schedule
 from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, mailbox, make_launcher, plan
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.step_kernels import StepKernel
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
+from weft.runtime.launches import Site, StepKernel
 
 
 def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
@@ -48,10 +44,10 @@ class FusedCollectiveKernel(StepKernel):
 
     manages_own_flags = True
 
-    def __init__(self, program: BoundProgram, where: Where, step: FusedCollective) -> None:
-        super().__init__(program, where)
-        self.step, device, blocks = step, program.device, program.blocks
-        hops, problem = _hops(program.schedule, where, step), program.schedule.problem
+    def __init__(self, site: Site, where: Where, step: FusedCollective) -> None:
+        super().__init__(site, where)
+        self.step, device, blocks = step, site.device, site.blocks
+        hops, problem = _hops(site.schedule, where, step), site.schedule.problem
         self.plan: AllReducePlan = plan(
             problem,
             where.rank,
@@ -61,7 +57,7 @@ class FusedCollectiveKernel(StepKernel):
             device=device,
             sms=blocks,
         )
-        addresses, self._box = program.mailbox(self.plan.mailbox_bytes)
+        addresses, self._box = site.mailbox(self.plan.mailbox_bytes)
         self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
         self.launched_by = make_launcher()
         # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.

@@ -31,7 +31,8 @@ from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.schedule import Schedule
 from weft.runtime.autotune import Choice
-from weft.runtime.bound import Closes, Outputs
+from weft.runtime.bindings import Outputs
+from weft.runtime.bound import Closes
 from weft.runtime.bound_call import RememberedCalls
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic

@@ -49,14 +49,13 @@ from weft.core.schedule import (
     waits,
 )
 from weft.core.work import span
-from weft.runtime.bindings import Bindings, Where
-from weft.runtime.bound import BoundProgram, Inputs, Outputs, ScratchName
+from weft.runtime.bindings import Bindings, FactorScales, Inputs, Outputs, Where
+from weft.runtime.bound import BoundProgram, ScratchName
 from weft.runtime.host_resources import INTERPRETED_BLOCKS, HostResources
 from weft.runtime.host_rows import HostRows
-from weft.runtime.launches import FactorScales, FlagOperations, IssuedCall, Launch
+from weft.runtime.launches import FlagOperations, IssuedCall, Launch, StepKernel
 from weft.runtime.peer_waits import may_wait_for
 from weft.runtime.scaled_products import multiply_dequantised, quantise
-from weft.runtime.step_kernels import StepKernel
 
 WAIT_DONE = 1 << 30
 """Bit that is set in a lane's progress word once the wait at that step is over."""

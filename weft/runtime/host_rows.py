@@ -11,8 +11,8 @@ from weft.core.experts import refused_index
 from weft.core.problem import RaggedProblem
 from weft.core.schedule import Segment, SegmentCopy, SegmentProduct
 from weft.runtime.arithmetic import multiply_gated
-from weft.runtime.bindings import Bindings, scales_name
-from weft.runtime.launches import FactorScales, Matmul
+from weft.runtime.bindings import Bindings, FactorScales, scales_name
+from weft.runtime.launches import Matmul
 
 Name = tuple[int, int, int]
 """The name of a segment: (src, dst, expert)."""

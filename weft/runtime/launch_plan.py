@@ -1,6 +1,6 @@
 """A launch plan is the list of launches that a call of a program enqueues on each lane of one rank.
 
-It is built once for each program, because walking the schedule's steps in Python took 0.5 to 0.7 ms per call. A call only
+It is built once for each site, because walking the schedule's steps in Python took 0.5 to 0.7 ms per call. A call only
 inserts the addresses of its tensors. In the table, a gate is a Wait of one part of a step, and `count` is the flag that a part
 signals. To lower a flag is to reset the waiter's copy of it.
 
@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from weft.compat.streams import Word
 from weft.core.problem import LookupProblem
@@ -65,11 +65,17 @@ from weft.runtime.arithmetic import Product, Sliced, add_up, groups
 from weft.runtime.bags import look_up
 from weft.runtime.bindings import Where
 from weft.runtime.launch_order import order, stage_after_waits, stage_before_waits, turns
-from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, KernelLaunch, Launch, TorchLaunch
-from weft.runtime.step_kernels import Place, StepKernel
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
+from weft.runtime.launches import (
+    CopyLaunch,
+    FlagOperations,
+    IssuedCall,
+    KernelLaunch,
+    Launch,
+    Place,
+    Site,
+    StepKernel,
+    TorchLaunch,
+)
 
 MOST_IN_SEQUENCE = 256
 """If no lane has more launches than this, the lanes are enqueued one after the other. Otherwise the launches of all lanes are
@@ -107,8 +113,8 @@ class LaunchPlan:
     merged: the same with adjacent FlagOperations merged, and with signals on separate streams.
     """
 
-    def __init__(self, program: BoundProgram, kernel_steps: frozenset[Place]) -> None:
-        self._program, self._kernel_steps = program, kernel_steps
+    def __init__(self, site: Site, kernel_steps: frozenset[Place]) -> None:
+        self._site, self._kernel_steps = site, kernel_steps
         self._plan_by_type: dict[type[Step], Callable[..., Iterator[Launch]]] = {
             Wait: lambda step, where: self._wait_and_lower([step], where),
             Signal: lambda step, where: iter([self._signal_flag(step.flag, where)]),
@@ -124,7 +130,7 @@ class LaunchPlan:
             GroupedGemm: self._plan_segments,
         }
         """The function that yields the launches of a step that does not run as a kernel, by type of step."""
-        self.lanes = [(lane, list(self._plan_lane(lane))) for lane in program.schedule.ranks[program.rank]]
+        self.lanes = [(lane, list(self._plan_lane(lane))) for lane in site.schedule.ranks[site.rank]]
         self.merged = [(lane, _move_signals_aside(lane, merge_flag_operations(launches))) for lane, launches in self.lanes]
 
     @cached_property
@@ -155,7 +161,7 @@ class LaunchPlan:
 
     def _interleave(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[tuple[Lane, list[Launch]]]:
         """Order all launches as weft.runtime.launch_order says. Return them as runs of launches of one lane."""
-        numbers = order(self._program.schedule, self._program.rank)
+        numbers = order(self._site.schedule, self._site.rank)
         # Merged flag operations may belong to several steps. They are enqueued with the first of these.
         numbered = [
             (numbers[launch.where.lane, launch.where.position, launch.stage], lane, launch)
@@ -171,20 +177,20 @@ class LaunchPlan:
 
     def _plan_lane(self, lane: Lane) -> Iterator[Launch]:
         for position, step in enumerate(lane.steps):
-            place, where = (lane.name, position), Where(self._program.rank, lane.name, position, step)
+            place, where = (lane.name, position), Where(self._site.rank, lane.name, position, step)
             if place in self._kernel_steps:
-                yield from self._plan_kernel(self._program.kernels[place], where)
+                yield from self._plan_kernel(self._site.kernels[place], where)
                 continue
             assert type(step) in self._plan_by_type, f"{where} cannot run without a kernel, or not in a bound program"
             yield from self._plan_by_type[type(step)](step, where)
 
     def _plan_collective(self, step: Collective, where: Where) -> Iterator[Launch]:
-        program = self._program
-        yield TorchLaunch(where=where, work=program.collective(step, where), prepare_work=program.prepare_collective(step))
+        site = self._site
+        yield TorchLaunch(where=where, work=site.collective(step, where), prepare_work=site.prepare_collective(step))
 
     def _plan_messages(self, step: SendReceive, where: Where) -> Iterator[Launch]:
-        yield self._operations(where, (self._program.progress_word(where),))
-        yield TorchLaunch(where=where, work=self._program.messages(step, where))
+        yield self._operations(where, (self._site.progress_word(where),))
+        yield TorchLaunch(where=where, work=self._site.messages(step, where))
 
     def _wait_and_lower(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[FlagOperations]:
         """Yield operations that wait for flags and then lower them.
@@ -195,19 +201,19 @@ class LaunchPlan:
         words = []
         for flag in dict.fromkeys(gate.flag for gate in gates if gate.flag not in passed and self._is_signalled(gate)):
             passed.add(flag)
-            address = self._program.gate_address(flag, where)
-            words += [Word("wait", address, self._program.signal_value(flag)), Word("lower", address, 0)]
+            address = self._site.gate_address(flag, where)
+            words += [Word("wait", address, self._site.signal_value(flag)), Word("lower", address, 0)]
         if words:
-            yield self._operations(where, (self._program.progress_word(where), *words))
+            yield self._operations(where, (self._site.progress_word(where), *words))
 
     def _is_signalled(self, gate: Wait) -> bool:
         """Return whether the gate has to be waited for. A gate on the previous call may have a flag that no step signals."""
-        return not gate.on_previous_call or self._program.flags.raised(gate.flag)
+        return not gate.on_previous_call or self._site.flags.raised(gate.flag)
 
     def _signal_flag(self, flag: Flag, where: Where) -> FlagOperations:
         """Return the operations that signal a flag at all of its waiters."""
-        value = self._program.signal_value(flag)
-        return self._operations(where, tuple(Word("signal", address, value) for address in self._program.waiters(flag)))
+        value = self._site.signal_value(flag)
+        return self._operations(where, tuple(Word("signal", address, value) for address in self._site.waiters(flag)))
 
     def _plan_push(self, step: Push, where: Where) -> Iterator[Launch]:
         for part in step.parts:
@@ -217,8 +223,8 @@ class LaunchPlan:
     def _plan_copies(self, src: Region, dst: Region, where: Where) -> Iterator[CopyLaunch]:
         if src.size == 0:
             return
-        to_output = self._program.schedule.buffer[dst.buffer].kind == "output"
-        copy, prepare = self._program.copier(src, dst), self._program.prepare_copy(src, dst)
+        to_output = self._site.schedule.buffer[dst.buffer].kind == "output"
+        copy, prepare = self._site.copier(src, dst), self._site.prepare_copy(src, dst)
         yield CopyLaunch(where=where, src=src, dst=dst, copy=copy, prepare_copy=prepare, to_output=to_output)
 
     def _plan_kernel(self, kernel: StepKernel, where: Where) -> Iterator[Launch]:
@@ -233,16 +239,16 @@ class LaunchPlan:
         gates_in_kernel = [gate for gate in gates if kernel.waits_in_kernel and not gate.on_previous_call]
         yield from self._wait_and_lower([gate for gate in gates if gate not in gates_in_kernel], where)
         if gates_in_kernel:
-            yield self._operations(where, (self._program.progress_word(where),))
+            yield self._operations(where, (self._site.progress_word(where),))
         yield KernelLaunch(
             where=where,
             stage=stage_after_waits(0) if gates and not gates_in_kernel else 0,
             kernel=kernel,
-            sms=self._program.sms_for_pushes if isinstance(where.step, Push) else self._program.sms_for_kernels,
-            tries=self._program.tries,
+            sms=self._site.sms_for_pushes if isinstance(where.step, Push) else self._site.sms_for_kernels,
+            tries=self._site.tries,
         )
         if gates_in_kernel:
-            addresses = dict.fromkeys(self._program.gate_address(gate.flag, where) for gate in gates_in_kernel)
+            addresses = dict.fromkeys(self._site.gate_address(gate.flag, where) for gate in gates_in_kernel)
             last = stage_after_waits(len(turns(where.step)) - 1)
             yield self._operations(where, tuple(Word("lower", address, 0) for address in addresses), last)
 
@@ -280,12 +286,12 @@ class LaunchPlan:
         yield from self._plan_parts(step.parts, where, lambda part, call: add_up(call.bindings, part, step.divide_by))
 
     def _plan_lookups(self, step: Lookup, where: Where) -> Iterator[Launch]:
-        problem = self._program.schedule.problem
+        problem = self._site.schedule.problem
         assert isinstance(problem, LookupProblem), f"{problem} has no tables"
         yield from self._plan_parts(step.parts, where, lambda part, call: look_up(call.bindings, part.bags, part.out, problem))
 
     def _plan_row_counts(self, step: ShareCounts, where: Where) -> Iterator[Launch]:
-        rows, ranks = self._program.row_counts, [flag.rank for flag in step.flags]
+        rows, ranks = self._site.row_counts, [flag.rank for flag in step.flags]
         yield TorchLaunch(where=where, work=lambda call: rows.share(call.bindings, ranks))
         for flag in step.flags:
             yield self._signal_flag(flag, where)
@@ -293,7 +299,7 @@ class LaunchPlan:
         yield TorchLaunch(where=where, stage=stage_after_waits(0), work=lambda call: rows.lay_out(call.bindings))
 
     def _plan_segments(self, step: SegmentCopies | GroupedGemm, where: Where) -> Iterator[Launch]:
-        rows = self._program.row_counts
+        rows = self._site.row_counts
         yield from self._plan_parts(
             step.parts, where, lambda part, call: rows.run(part, call.bindings, call.matmuls[where.lane])
         )
@@ -311,7 +317,7 @@ class LaunchPlan:
                 yield from _set_stage(stage_after_waits(0), [self._signal_flag(part.count, where)])
 
     def _operations(self, where: Where, words: tuple[Word, ...], stage: int = 0) -> FlagOperations:
-        return FlagOperations(where=where, words=words, stage=stage, submitter=self._program.submitter)
+        return FlagOperations(where=where, words=words, stage=stage, submitter=self._site.submitter)
 
 
 def _move_signals_aside(lane: Lane, launches: list[Launch]) -> list[Launch]:

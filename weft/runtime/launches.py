@@ -4,6 +4,8 @@ FlagOperations     waits for flags and writes of flags, at addresses that never 
 CopyLaunch         one copy between two regions
 KernelLaunch       a step as one kernel
 TorchLaunch        work of torch or of a library: matmuls and sums without a kernel of weft, collectives, messages
+Site               where they run: the rank, its device, the addresses of flags
+StepKernel         what a KernelLaunch launches
 
 A lane is a stream on a GPU, and a thread on CPUs. Both issue the same launches. For calls whose tensors have one layout, a
 launch can be prepared further (`prepare`): then a call only fills in addresses (weft.runtime.straight).
@@ -11,48 +13,25 @@ launch can be prepared further (`prepare`): then a call only fills in addresses 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from weft.compat.streams import Word
-from weft.core.problem import Scaling
-from weft.core.schedule import Region
-from weft.runtime.bindings import Bindings, Where
+from weft.core.logs import warn_once
+from weft.core.machine import Machine
+from weft.core.schedule import Collective, Flag, Region, Schedule, SendReceive, Wait, waits
+from weft.kernels.launch import record_launches
+from weft.runtime.bindings import Bindings, CallTensors, FactorScales, Issue, NotPreparedError, Where, in_turn
+from weft.runtime.products import Products
 
-if TYPE_CHECKING:
-    from weft.runtime.call_tensors import CallTensors, Issue
-    from weft.runtime.products import Products
-    from weft.runtime.step_kernels import StepKernel
-
-
-class NotPreparedError(Exception):
-    """A launch cannot be prepared, so that it must find the tensors of each call itself."""
-
-
-def in_turn(found: Sequence[Issue]) -> Issue:
-    """Return a function that calls these in turn."""
-    if len(found) == 1:
-        return found[0]
-
-    def run(stream: int) -> None:
-        for issue in found:
-            issue(stream)
-
-    return run
-
-
-class FactorScales(NamedTuple):
-    """FactorScales holds the scales of the FP8 operands a and b of one product.
-
-    scaling: says which elements share a scale.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    scaling: Scaling
+T = TypeVar("T")
+Place = tuple[str, int]
+"""The place of a step of a rank: the lane's name, and the position in the lane."""
 
 
 class Matmul(Protocol):
@@ -191,6 +170,254 @@ class CopyLaunch(Launch):
 
 
 @dataclass(kw_only=True, slots=True)
+class TorchLaunch(Launch):
+    """A TorchLaunch runs work of torch, or of a library, on torch's current stream.
+
+    prepare_work: returns the same work for calls of one layout.
+    """
+
+    work: Callable[[IssuedCall], None]
+    prepare_work: Callable[[IssuedCall, CallTensors], Issue] | None = None
+
+    def issue(self, call: IssuedCall, stream: int) -> None:
+        self.work(call)
+
+    def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
+        return Launch.prepare(self, call, tensors) if self.prepare_work is None else self.prepare_work(call, tensors)
+
+
+class WaiterWords:
+    """WaiterWords holds the words of a schedule's flags.
+
+    slot: the word on the flag's rank, by (flag, lane, position of the waiting step). The words of one step are adjacent, and
+        gates on previous calls come last.
+    slots: all words of each flag.
+    words: the number of words of the rank that has most.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.slot: dict[tuple[Flag, str, int], int] = {}
+        self.slots: dict[Flag, tuple[int, ...]] = dict.fromkeys(schedule.flags, ())
+        self._signals = schedule.signals_per_call
+        used = [0] * len(schedule.ranks)
+        for rank, lane, position, step in schedule:
+            for wait in sorted(waits(step), key=lambda wait: wait.on_previous_call):
+                key = (wait.flag, lane.name, position)
+                if key not in self.slot:
+                    self.slot[key] = used[rank]
+                    self.slots[wait.flag] += (used[rank],)
+                    used[rank] += 1
+        self.words = max(used, default=0)
+
+    def raised(self, flag: Flag) -> bool:
+        """Return whether any step signals a flag."""
+        return self._signals[flag] > 0
+
+
+class Site(ABC):
+    """A Site is where the launches of one rank's part of a schedule run: its device, and the addresses of its flags.
+
+    Kernels and launch plans know of a program only what is here. weft.runtime.bound adds the memory of buffers and the calls.
+
+    schedule, rank, device, machine: the schedule, this rank, its device and the profile of that.
+    dtype: the dtype of the problem.
+    flags: the numbers of the words for which lanes wait.
+    kernels: the kernels of this rank's steps.
+    tries: how often a kernel reads a flag before it gives up.
+    blocks: the SMs of the device.
+    sms_for_kernels, sms_for_pushes: those that GEMMs may use, and those that are left for pushes on lanes of blocks.
+    writers: who signals each flag.
+    """
+
+    schedule: Schedule
+    rank: int
+    device: torch.device
+    machine: Machine
+    dtype: torch.dtype
+    flags: WaiterWords
+    kernels: dict[Place, StepKernel]
+    tries: int
+    blocks: int
+    sms_for_kernels: int
+    sms_for_pushes: int
+    writers: Mapping[Flag, str]
+    ragged: Any = None
+    """The state that the kernels of a call with splits share (weft.runtime.ragged_kernels.RaggedKernels), on devices that run
+    kernels."""
+    _signal_values: Mapping[Flag, int] = {}
+
+    @abstractmethod
+    def dtype_of(self, buffer: str) -> torch.dtype:
+        """Return the dtype of a buffer's elements."""
+
+    @abstractmethod
+    def loading(self) -> AbstractContextManager[None]:
+        """Return a context in which kernels may be loaded."""
+
+    @property
+    @abstractmethod
+    def submitter(self) -> FlagSubmitter:
+        """The object that submits flag operations to lanes."""
+
+    def buffers_of(self, kind: str) -> set[str]:
+        """Return the names of the buffers of a kind."""
+        return {buffer.name for buffer in self.schedule.buffers if buffer.kind == kind}
+
+    @abstractmethod
+    def waiters(self, flag: Flag) -> list[int]:
+        """Return the addresses of the words that a signal raises."""
+
+    @abstractmethod
+    def gate_address(self, flag: Flag, where: Where) -> int:
+        """Return the address of the word that a step of this rank waits for."""
+
+    @abstractmethod
+    def progress_word(self, where: Where) -> Word:
+        """Return the operation by which a lane records that it has reached a step, before the step waits."""
+
+    @abstractmethod
+    def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
+        """Return a function that copies one region to another, with the tensors of a call, on a stream."""
+
+    def prepare_copy(self, src: Region, dst: Region) -> Callable[[CallTensors], Issue] | None:
+        """Return CopyLaunch.prepare_copy for what `copier` returns. None if the device prepares nothing."""
+        return None
+
+    @abstractmethod
+    def collective(self, step: Collective, where: Where) -> Callable[[IssuedCall], None]:
+        """Return a function that runs a collective."""
+
+    def prepare_collective(self, step: Collective) -> Callable[[IssuedCall, CallTensors], Issue] | None:
+        """Return TorchLaunch.prepare_work for what `collective` returns. None if the device prepares nothing."""
+        return None
+
+    @abstractmethod
+    def messages(self, step: SendReceive, where: Where) -> Callable[[IssuedCall], None]:
+        """Return a function that sends and receives between nodes."""
+
+    @property
+    def row_counts(self) -> Any:
+        """The row counts of all ranks on the host (weft.runtime.host_rows.HostRows), for steps that do not run as kernels."""
+        raise AssertionError("the steps of calls with splits are kernels here, or the problem has no splits")
+
+    def count_address(self, flag: Flag) -> int:
+        """Return the address of the word that a kernel of this rank adds to. A flag that a kernel counts has one waiter."""
+        (address,) = self.waiters(flag)
+        return address
+
+    def gate_need(self, wait: Wait) -> int:
+        """Return the value of its word that opens a gate. It is 0 for a gate that is passed before the kernel starts."""
+        return 0 if wait.on_previous_call else self.signal_value(wait.flag)
+
+    @abstractmethod
+    def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
+        """Allocate zeroed bytes on every rank that all ranks can address. Collective.
+
+        Return the addresses by rank, and this rank's bytes.
+        """
+
+    def signal_value(self, flag: Flag) -> int:
+        """Return the value of a flag's word once it is signalled: the number of tiles if a kernel counts, or else 1."""
+        return self._signal_values.get(flag, 1)
+
+    def raiser(self, flag: Flag) -> str:
+        """Return a text that says which lane signals a flag."""
+        return f"{self.writers.get(flag, 'nobody')} raises it"
+
+
+class MovableTables(Generic[T]):
+    """MovableTables caches tables with addresses of the buffers of regions, and makes them anew if the buffers move.
+
+    Symmetric memory never moves on a GPU. On a CPU it may grow and move.
+    """
+
+    def __init__(self, regions: Sequence[Region], make: Callable[[Bindings], T]) -> None:
+        self._buffers, self._make = dict.fromkeys((region.buffer, region.rank) for region in regions), make
+        self._cached: tuple[tuple[int, ...], T] | None = None
+
+    def of(self, bindings: Bindings) -> T:
+        moved = tuple(bindings.tensors[key][0][0].data_ptr() for key in self._buffers)
+        if self._cached is None or self._cached[0] != moved:
+            self._cached = moved, self._make(bindings)
+        return self._cached[1]
+
+
+class StepKernel:
+    """A StepKernel runs one step of one rank as a kernel. Each call launches it.
+
+    tables: what the kernel reads besides the tensors of a call.
+    """
+
+    waits_in_kernel = False
+    """True if the kernel itself waits for the gates of this call. The launch plan lowers them after the kernel."""
+    manages_own_flags = False
+    """True if the kernel keeps its flags in words of its own, and raises, waits for and lowers them itself."""
+    tabled: tuple[str, ...] = ()
+    """The names of the caller's tensors whose addresses are in tables of the kernel. These tensors seldom move."""
+
+    def __init__(self, site: Site, where: Where) -> None:
+        self.site, self.where = site, where
+        self.tables: MovableTables[Any] = MovableTables((), lambda bindings: None)
+        self._logged: set[str] = set()
+
+    def runs(self, bindings: Bindings) -> bool:
+        """Return whether the kernel can load this call's operands. It is called before any part of a call is enqueued.
+
+        It logs once for each reason that torch runs the step part by part, which overlaps less than one kernel.
+        """
+        reason = self.reason_against(bindings)
+        if reason and reason not in self._logged:
+            self._logged.add(reason)
+            kind = type(self.where.step).__name__
+            warn_once(f"lane {self.where.lane}: a {kind} runs part by part, by torch instead of one kernel: {reason}")
+        return not reason
+
+    def reason_against(self, bindings: Bindings) -> str:
+        """Return why the kernel cannot run the tensors of a call, or "" if it can."""
+        return ""
+
+    def lay_out(self, bindings: Bindings) -> None:
+        """Make the tables that the kernel reads in a call. It copies to the device, so call it outside of a graph capture."""
+        self.tables.of(bindings)
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        """Launch the kernel.
+
+        silent: it neither waits nor signals, for a rehearsal.
+        tries: how often it reads a flag before it gives up.
+        sms: the number of SMs that it may use.
+        stream: by default torch's current stream.
+        """
+        raise NotImplementedError
+
+    def prepare(self, tensors: CallTensors, *, tries: int, sms: int) -> Issue:
+        """Return a function that launches the kernel for calls of one layout. Raises NotPreparedError if only `launch` can."""
+        if not self.can_be_prepared(tensors.bindings):
+            raise NotPreparedError(f"{self.where}: it reads tables that change, or copies")
+        launches = record_launches(lambda: self.launch(tensors.bindings, silent=False, tries=tries, sms=sms))
+        found = [one for one in (launch.prepare(tensors) for launch in launches) if one is not None]
+        if len(found) < len(launches):
+            raise NotPreparedError(f"{self.where}: a kernel was not launched with such arguments before")
+        return in_turn(found)
+
+    def can_be_prepared(self, bindings: Bindings) -> bool:
+        """Return whether later launches only need new addresses. They need more if the kernel reads a copy, or a table on the
+        device with addresses of the caller's tensors. Tables of `tabled` tensors are allowed, because a BoundCall compares
+        their addresses."""
+        return True
+
+    def raise_if_late(self, describe: Callable[[Flag], str]) -> None:
+        """Raise WaitTimeout if a wait of the last launch ended without its flag. describe: returns who signals a flag."""
+
+    def missing(self) -> str:
+        """Return a text that says what the kernel's own words still wait for, or "" if nothing. It needs copies, but no SM."""
+        return ""
+
+    def abort(self) -> None:
+        """End every wait on the kernel's own words, now and later. It is enqueued on torch's current stream and needs no SM."""
+
+
+@dataclass(kw_only=True, slots=True)
 class KernelLaunch(Launch):
     """A KernelLaunch runs a step as one kernel on `sms` SMs.
 
@@ -209,20 +436,3 @@ class KernelLaunch(Launch):
 
     def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
         return self.kernel.prepare(tensors, tries=self.tries, sms=self.sms)
-
-
-@dataclass(kw_only=True, slots=True)
-class TorchLaunch(Launch):
-    """A TorchLaunch runs work of torch, or of a library, on torch's current stream.
-
-    prepare_work: returns the same work for calls of one layout.
-    """
-
-    work: Callable[[IssuedCall], None]
-    prepare_work: Callable[[IssuedCall, CallTensors], Issue] | None = None
-
-    def issue(self, call: IssuedCall, stream: int) -> None:
-        self.work(call)
-
-    def prepare(self, call: IssuedCall, tensors: CallTensors) -> Issue:
-        return Launch.prepare(self, call, tensors) if self.prepare_work is None else self.prepare_work(call, tensors)

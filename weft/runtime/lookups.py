@@ -7,7 +7,6 @@ schedule and have these names: `tables` (one or several), `indices`, `offsets` a
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,15 +15,12 @@ from weft.core.schedule import Flag, Lookup, Region
 from weft.kernels.lookup import LookupTables, OutputPlace, lookup, lookup_tables, make_launcher, tiles_of_bags, variant
 from weft.kernels.tables import DeviceTables
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.step_kernels import StepKernel
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
+from weft.runtime.launches import Site, StepKernel
 
 
-def signal_values(program: BoundProgram, rank: int, step: Lookup) -> dict[Flag, int]:
+def signal_values(site: Site, rank: int, step: Lookup) -> dict[Flag, int]:
     """Return the final values of the flags of a lookup. Each tile adds one."""
-    problem = program.schedule.problem
+    problem = site.schedule.problem
     assert isinstance(problem, LookupProblem), f"{problem} has no tables"
     columns = problem.table_columns(rank)
     return {part.count: tiles_of_bags(part, columns) for part in step.parts if part.count is not None}
@@ -39,9 +35,9 @@ class FusedLookup(StepKernel):
 
     tabled = ("tables",)
 
-    def __init__(self, program: BoundProgram, where: Where, step: Lookup) -> None:
-        super().__init__(program, where)
-        problem = program.schedule.problem
+    def __init__(self, site: Site, where: Where, step: Lookup) -> None:
+        super().__init__(site, where)
+        problem = site.schedule.problem
         assert isinstance(problem, LookupProblem), f"{problem} has no tables"
         self.step, self._problem = step, problem
         self._columns = problem.table_columns(where.rank)
@@ -62,7 +58,7 @@ class FusedLookup(StepKernel):
             key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
             if key not in self._loaded:
                 # Earlier calls may wait for a peer, and the watchdog cannot release them while the driver loads a kernel.
-                with nullcontext() if self._is_captured() else self.program.loading():
+                with nullcontext() if self._is_captured() else self.site.loading():
                     self._launch(plan, bindings, load_only=True)
                 self._loaded.add(key)
         return True
@@ -108,10 +104,10 @@ class FusedLookup(StepKernel):
         tables = bindings.loose["tables"]
         fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
         key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
-        return self._plans.get(key, self.program.device, lambda: self._make_tables(bindings))
+        return self._plans.get(key, self.site.device, lambda: self._make_tables(bindings))
 
     def _is_captured(self) -> bool:
-        return self.program.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.site.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _make_tables(self, bindings: Bindings) -> LookupTables:
         if self._is_captured():
@@ -129,7 +125,7 @@ class FusedLookup(StepKernel):
             bindings.loose["tables"],
             columns=self._columns,
             batch=self._problem.m,
-            device=self.program.device,
+            device=self.site.device,
             target=target,
-            count_address=self.program.count_address,
+            count_address=self.site.count_address,
         )

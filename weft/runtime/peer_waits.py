@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -27,9 +27,7 @@ from weft.core.errors import PeerLost, WeftError
 from weft.core.logs import LOGGER
 from weft.core.schedule import Collective, Lane, SendReceive, Wait, places_of, waits
 from weft.runtime.bindings import Where
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
+from weft.runtime.launches import Site
 
 T = TypeVar("T")
 _REPORT_S = 2.0
@@ -108,28 +106,28 @@ class Abort:
         return self._ended
 
 
-def describe_waits(program: BoundProgram, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
+def describe_waits(site: Site, seen: Sequence[int], reached: Mapping[str, int]) -> list[str]:
     """Return a line for each lane that waits for a flag.
 
     seen: the words of this rank.
     reached: the position that each lane has reached.
     """
     lines = []
-    for lane in program.schedule.ranks[program.rank]:
-        for where, wait in may_wait_for(program.rank, lane, reached[lane.name]):
-            value, need = seen[program.flags.slot[wait.flag, lane.name, where.position]], program.signal_value(wait.flag)
+    for lane in site.schedule.ranks[site.rank]:
+        for where, wait in may_wait_for(site.rank, lane, reached[lane.name]):
+            value, need = seen[site.flags.slot[wait.flag, lane.name, where.position]], site.signal_value(wait.flag)
             if value < need:
-                lines.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {program.raiser(wait.flag)}")
+                lines.append(f"{where}: {wait.flag}: expected {need}, seen {value}; {site.raiser(wait.flag)}")
                 break
     return lines
 
 
-def describe_unfinished(program: BoundProgram, reached: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for each collective of the program, and for each lane whose last reached step is messages.
+def describe_unfinished(site: Site, reached: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each collective of the schedule, and for each lane whose last reached step is messages.
 
     No flag shows whether these have ended.
     """
-    rank, schedule = program.rank, program.schedule
+    rank, schedule = site.rank, site.schedule
     others = ", ".join(f"rank {peer}" for peer in range(schedule.problem.world_size) if peer != rank)
     for lane, position, step in places_of(Collective, schedule.ranks[rank]):
         where = Where(rank, lane.name, position, step)

@@ -34,7 +34,8 @@ from weft.core.logs import warn_once
 from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.runtime.autotune import Measurement
-from weft.runtime.bound import BoundProgram, Outputs
+from weft.runtime.bindings import Outputs
+from weft.runtime.bound import BoundProgram
 from weft.runtime.buckets import RowCounts, cut, pad
 from weft.runtime.calls import PLAIN, Call, MatmulCall
 from weft.runtime.choose import MODES, choose, fans_out

@@ -6,7 +6,6 @@ The kernel stores (weft.kernels.push), or quantises while it stores (weft.kernel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,23 +14,20 @@ from weft.kernels import quantise as quantise_kernel
 from weft.kernels.push import PushTables, make_launcher, push, push_tables, tiles_of_copy
 from weft.kernels.quantise import QuantiseTables, quantise, quantise_tables, tiles_of_rows
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.step_kernels import MovableTables, StepKernel
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
+from weft.runtime.launches import MovableTables, Site, StepKernel
 
 
-def kernel_of(program: BoundProgram, where: Where, step: Push) -> StepKernel:
+def kernel_of(site: Site, where: Where, step: Push) -> StepKernel:
     """Return the kernel of a push."""
-    return QuantisingPush(program, where, step) if quantises(step, program.schedule) else FusedPush(program, where, step)
+    return QuantisingPush(site, where, step) if quantises(step, site.schedule) else FusedPush(site, where, step)
 
 
-def signal_values(program: BoundProgram, rank: int, step: Push) -> dict[Flag, int]:
+def signal_values(site: Site, rank: int, step: Push) -> dict[Flag, int]:
     """Return the final values of the flags of a push. Each tile adds one."""
-    if quantises(step, program.schedule):
+    if quantises(step, site.schedule):
         return {part.count: tiles_of_rows(part.dst) for part in step.parts}
-    itemsize = program.dtype_of(step.source[0]).itemsize
-    return {part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=program.device) for part in step.parts}
+    itemsize = site.dtype_of(step.source[0]).itemsize
+    return {part.count: tiles_of_copy(part.dst, itemsize=itemsize, device=site.device) for part in step.parts}
 
 
 class FusedPush(StepKernel):
@@ -40,8 +36,8 @@ class FusedPush(StepKernel):
     A separate launch pushes the scales of FP8 elements first, so the flags of the elements show that both have arrived.
     """
 
-    def __init__(self, program: BoundProgram, where: Where, step: Push) -> None:
-        super().__init__(program, where)
+    def __init__(self, site: Site, where: Where, step: Push) -> None:
+        super().__init__(site, where)
         self._step, self._source = step, step.source
         self.launched_by = make_launcher()
         self._tables: dict[tuple[int, ...], list[PushTables]] = {}
@@ -72,7 +68,7 @@ class FusedPush(StepKernel):
                     f"{self.where}: its rows have other strides or alignments than in earlier calls; call the operator once "
                     "with such tensors before capturing a graph"
                 )
-            # They are stored as long as the program, because a graph may use any of them.
+            # They are stored as long as the site, because a graph may use any of them.
             self._tables[key] = self._lay_out(bindings, bases)
         return list(zip(bases, self._tables[key], strict=True))
 
@@ -94,19 +90,19 @@ class FusedPush(StepKernel):
 
         return push_tables(
             copies,
-            device=self.program.device,
+            device=self.site.device,
             itemsize=view(copies[0][0]).element_size(),
             address=address,
             stride=lambda region: view(region).stride(0) * view(region).element_size(),
-            count_address=self.program.count_address,
+            count_address=self.site.count_address,
         )
 
 
 class QuantisingPush(StepKernel):
     """A QuantisingPush is the kernel of one Push of one rank that quantises."""
 
-    def __init__(self, program: BoundProgram, where: Where, step: Push) -> None:
-        super().__init__(program, where)
+    def __init__(self, site: Site, where: Where, step: Push) -> None:
+        super().__init__(site, where)
         self._step, self.launched_by = step, quantise_kernel.make_launcher()
         self._alone = where.lane == "compute"
         """True if no other kernel runs concurrently, so that this one can use all SMs."""
@@ -114,7 +110,7 @@ class QuantisingPush(StepKernel):
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         ((source, _),) = bindings.tensors[self._step.source]
-        sms = self.program.blocks if self._alone else sms
+        sms = self.site.blocks if self._alone else sms
         quantise(self.tables.of(bindings), source, sms=sms, silent=silent, launched_by=self.launched_by, stream=stream)
 
     def _make_tables(self, bindings: Bindings) -> QuantiseTables:
@@ -122,8 +118,8 @@ class QuantisingPush(StepKernel):
         return quantise_tables(
             self._step.parts,
             scaling=bindings.scaling,
-            device=self.program.device,
+            device=self.site.device,
             elements=bindings.view,
             scales=lambda region: bindings.scale_views(region)[0],
-            count_address=self.program.count_address,
+            count_address=self.site.count_address,
         )

@@ -14,8 +14,7 @@ import torch
 
 from weft.core.problem import DType, Problem, RaggedProblem
 from weft.core.version import __version__
-from weft.runtime.bindings import scales_name
-from weft.runtime.bound import Inputs, Outputs
+from weft.runtime.bindings import Inputs, Outputs, scales_name
 from weft.runtime.calls import Call, ScaledOperands
 
 _COLUMNS = 8

@@ -12,7 +12,7 @@ flags are stored in symmetric memory that only these kernels use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,11 +26,8 @@ from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
 from weft.kernels.shapes import shapes_for
 from weft.runtime.bindings import Bindings, Where, scales_name
 from weft.runtime.host_rows import below_zero, no_room
+from weft.runtime.launches import Site, StepKernel
 from weft.runtime.ragged_steps import RankOrders
-from weft.runtime.step_kernels import StepKernel
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
 
 _RAISED = 0x3FFFFFFF
 """Every word is set to this value after a failure. It is more than any wait needs, and less than where the comparison wraps."""
@@ -44,9 +41,9 @@ class RaggedStepKernel(StepKernel):
 
     manages_own_flags = True
 
-    def __init__(self, program: BoundProgram, where: Where, step: Step) -> None:
-        super().__init__(program, where)
-        self._kernels = program.ragged = program.ragged or RaggedKernels(program)
+    def __init__(self, site: Site, where: Where, step: Step) -> None:
+        super().__init__(site, where)
+        self._kernels = site.ragged = site.ragged or RaggedKernels(site)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         self._kernels.launch(self.where.step, self.where, bindings)
@@ -64,11 +61,11 @@ class RaggedKernels:
     Raises ValueError for a problem or a schedule that the kernels cannot run.
     """
 
-    def __init__(self, program: BoundProgram) -> None:
-        problem, rank, device = program.schedule.problem, program.rank, program.device
+    def __init__(self, site: Site) -> None:
+        problem, rank, device = site.schedule.problem, site.rank, site.device
         assert isinstance(problem, RaggedProblem), f"{problem} has no segments"
-        _check_kernels(problem, program.dtype, device)
-        self._problem, self._rank, self._plan = problem, rank, RankOrders(program.schedule, rank)
+        _check_kernels(problem, site.dtype, device)
+        self._problem, self._rank, self._plan = problem, rank, RankOrders(site.schedule, rank)
         shape = Shape(
             rank=rank,
             world_size=problem.world_size,
@@ -77,15 +74,15 @@ class RaggedKernels:
             a_rows=problem.capacity,
             n=problem.n,
             k=problem.k,
-            dtype=program.dtype,
+            dtype=site.dtype,
             dispatch=problem.dispatches,
             gated=problem.gated,
             scaling=problem.scaling,
             device=device,
-            machine=program.machine,
+            machine=site.machine,
         )
-        addresses, words = program.mailbox(symmetric_bytes(shape))
-        self.exchange = RaggedExchange(shape, self._plan.orders, addresses, words, sms=program.blocks, tries=program.tries)
+        addresses, words = site.mailbox(symmetric_bytes(shape))
+        self.exchange = RaggedExchange(shape, self._plan.orders, addresses, words, sms=site.blocks, tries=site.tries)
         self._waits = {
             at: torch.tensor(waited, dtype=torch.int32, device=device) for at, waited in self._plan.waits.items() if waited
         }

@@ -26,7 +26,7 @@ import torch
 
 from weft.compat.streams import Driver, comm_stream
 from weft.core.logs import warn_once
-from weft.runtime.bound import Inputs, Outputs
+from weft.runtime.bindings import Inputs, Outputs
 from weft.runtime.order import Exclusive
 from weft.runtime.products import settings
 

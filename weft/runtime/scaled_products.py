@@ -16,7 +16,7 @@ from weft.compat.cublas import scaled_mm, takes
 from weft.compat.device import capabilities
 from weft.core.machine import Machine
 from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
-from weft.runtime.launches import FactorScales
+from weft.runtime.bindings import FactorScales
 from weft.runtime.nearest import nearest_profile
 
 if TYPE_CHECKING:

@@ -17,20 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from weft.compat.cublas import ALIGN_BYTES
 from weft.compat.device import has_graph_trees, outside_graph_trees
 from weft.compat.dispatch import autocast_enabled
-from weft.runtime.bound import Inputs, Outputs
-from weft.runtime.call_tensors import CallTensors, Issue
+from weft.runtime.bindings import CallTensors, Inputs, Issue, NotPreparedError, Outputs
 from weft.runtime.calls import PLAIN
-from weft.runtime.launches import FlagOperations, IssuedCall, Launch, NotPreparedError, TorchLaunch
-
-if TYPE_CHECKING:
-    from weft.runtime.cuda import CudaProgram
+from weft.runtime.cuda import CudaProgram
+from weft.runtime.launches import FlagOperations, IssuedCall, Launch, TorchLaunch
 
 
 class Straight:
@@ -43,7 +39,7 @@ class Straight:
         self, program: CudaProgram, inputs: Inputs, outputs: Outputs, given: Sequence[torch.Tensor] | None = None
     ) -> None:
         self._program, self._resources, self._streams = program, program.resources, program.streams
-        tensors = self._tensors = CallTensors(program, inputs, outputs, given)
+        tensors = self._tensors = CallTensors(program.bind(inputs, outputs), inputs, outputs, given)
         call = IssuedCall(
             bindings=tensors.bindings,
             matmuls={lane: partial(products.multiply, times=False) for lane, products in program.products.items()},

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Reduce, Region, Schedule
 from weft.kernels.runs import RunTable, load, make_launcher, run_table, sum_runs
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.step_kernels import MovableTables, StepKernel
-
-if TYPE_CHECKING:
-    from weft.runtime.bound import BoundProgram
+from weft.runtime.launches import MovableTables, Site, StepKernel
 
 
-def sum_of(program: BoundProgram, where: Where, step: Reduce) -> FusedSum | None:
+def sum_of(site: Site, where: Where, step: Reduce) -> FusedSum | None:
     """Return the kernel of a collective's sum, or None if it runs step by step."""
-    return FusedSum(program, where, step) if adds_pieces(step, program.schedule) else None
+    return FusedSum(site, where, step) if adds_pieces(step, site.schedule) else None
 
 
 def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
@@ -40,9 +35,9 @@ class FusedSum(StepKernel):
     """A FusedSum is the kernel of one Reduce of one part. Peers' pieces are fixed; the caller's tensors may change from call to
     call."""
 
-    def __init__(self, program: BoundProgram, where: Where, step: Reduce) -> None:
-        super().__init__(program, where)
-        problem = program.schedule.problem
+    def __init__(self, site: Site, where: Where, step: Reduce) -> None:
+        super().__init__(site, where)
+        problem = site.schedule.problem
         assert isinstance(problem, CollectiveProblem), problem
         self.step, (self._part,) = step, step.parts
         self._sms, self._launcher = problem.sms, make_launcher()
@@ -68,8 +63,8 @@ class FusedSum(StepKernel):
     def _make_tables(self, bindings: Bindings) -> RunTable:
         """Return the table, and load its kernel."""
         srcs = [0 if number == self._own else _address(bindings, src) for number, src in enumerate(self._part.srcs)]
-        by, program = self.step.divide_by, self.program
-        plan = run_table(srcs, own=self._own, dtype=program.dtype, divide_by=by, device=program.device)
+        by, site = self.step.divide_by, self.site
+        plan = run_table(srcs, own=self._own, dtype=site.dtype, divide_by=by, device=site.device)
         load(plan, launched_by=self._launcher, address=_address(bindings, self._part.out))
         return plan
 
