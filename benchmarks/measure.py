@@ -38,7 +38,7 @@ from benchmarks.checked_options import MODES, appended, count, modes_of
 from benchmarks.rows import Row
 from weft.core import codec
 from weft.core.problem import CollectiveProblem, LookupProblem, Problem
-from weft.runtime.versions import versions
+from weft.runtime.plan_cache import versions
 
 ALARM_S = 90
 """A stage that takes longer ends the run, with every thread's stack."""

@@ -22,7 +22,7 @@ from benchmarks import measure
 from benchmarks.baseline.figures import CALL
 from benchmarks.measure import alarm, in_turn
 from benchmarks.rows import CASE, Row
-from weft.runtime.versions import versions
+from weft.runtime.plan_cache import versions
 
 BURST, LEADS, ROUNDS = 10, 3, 10
 """Calls of a method in a row, of those not counted, and rounds."""

@@ -9,7 +9,7 @@ import torch
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import Tables, tables
 from weft.kernels.shapes import TileShape, blocks_for
-from weft.runtime.nearest import nearest_profile
+from weft.runtime.choose import nearest_profile
 from weft.schedules.builder import aligned_slices
 
 CALLS, ROUNDS = 3, 12

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import weft
 from benchmarks.rows import Row, append, geomean
-from weft.runtime.versions import versions
+from weft.runtime.plan_cache import versions
 
 WARM_UP = 4
 """Rounds that are not counted."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weft.runtime.versions import versions
+from weft.runtime.plan_cache import versions
 
 Call = Callable[[], torch.Tensor]
 

@@ -34,8 +34,8 @@ from weft.core.schedule import (
     Sum,
     Wait,
 )
+from weft.runtime.fused import adds_pieces
 from weft.runtime.ranks import Ranks
-from weft.runtime.sums import adds_pieces
 from weft.schedules import build
 
 interpreted = interpreted_ranks(2)

@@ -22,9 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.core.errors import PeerLost, WaitTimeout
-from weft.runtime import peer_waits
-from weft.runtime.host_rows import RowsOfCall
-from weft.runtime.host_wire import HostWire
+from weft.runtime.host_resources import HostWire, RowsOfCall
 from weft.runtime.ranks import RankFailed, Ranks
 
 pytestmark = pytest.mark.ranks
@@ -136,7 +134,7 @@ def _struck_within(what: str, strike: Callable[[], object], skip: int) -> Iterat
         return plain(*arguments, **options)
 
     with (
-        mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(peer_waits, "_REPORT_S", 5.0)
+        mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(network, "_REPORT_S", 5.0)
     ):
         yield
 

@@ -218,7 +218,7 @@ def test_a_rank_that_is_interrupted_with_a_segment_leaves_none_and_tells_the_oth
 
 def _raises_between_exchanges() -> tuple[str, float]:
     """Rank 0 raises on the way to rows that rank 1 waits for. What each is told, and how soon."""
-    from weft.runtime.host_rows import RowsOfCall
+    from weft.runtime.host_resources import RowsOfCall
 
     splits = torch.tensor([2, 2])
     weft.matmul_all_to_all(A, B, splits=splits, max_rows=8)

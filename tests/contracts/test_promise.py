@@ -48,7 +48,7 @@ from weft.core.schedule import (
 )
 from weft.runtime.bindings import Where
 from weft.runtime.fused_collective import _hops
-from weft.runtime.ragged_steps import RankOrders
+from weft.runtime.ragged_kernels import RankOrders
 from weft.schedules import parse
 
 MOST = 80

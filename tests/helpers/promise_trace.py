@@ -33,10 +33,9 @@ from weft.overlap.concurrent.executor import HostExecutor
 from weft.runtime import launch_plan
 from weft.runtime.bindings import Bindings
 from weft.runtime.host import HostProgram
-from weft.runtime.host_rows import RowsOfCall
-from weft.runtime.host_wire import HostWire
+from weft.runtime.host_resources import HostWire, RowsOfCall
 from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, KernelLaunch, Launch, TorchLaunch
-from weft.runtime.ragged_steps import _words
+from weft.runtime.ragged_kernels import _words
 
 Events = dict[str, list[str]]
 """By lane and the thread that runs it, what happens there, in order."""

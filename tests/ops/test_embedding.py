@@ -15,7 +15,7 @@ from rank_pools import interpreting
 
 import weft
 from weft.core.errors import RankMismatch
-from weft.runtime import bags
+from weft.runtime import arithmetic
 from weft.runtime.bindings import Bindings
 
 pytestmark = pytest.mark.ranks
@@ -37,17 +37,17 @@ def _new_data_each_call(delay: str) -> None:
     """Many calls in a row, new data each, while one rank is late, or its copies are: buffers and flags are used again early
     and late."""
     case, slow = Case(dims=((8, 4),) * 3), dist.get_rank() == 1
-    view, pool = Bindings.pieces, bags.pool
+    view, pool = Bindings.pieces, arithmetic.pool
     try:
         if delay == "transport" and slow:
             Bindings.pieces = lambda self, region: (time.sleep(0.001), view(self, region))[1]  # type: ignore[method-assign]
         if delay == "lookup" and slow:
-            bags.pool = lambda *a: (time.sleep(0.005), pool(*a))[1]  # type: ignore[assignment]
+            arithmetic.pool = lambda *a: (time.sleep(0.005), pool(*a))[1]  # type: ignore[assignment]
         for call in range(6):
             for spec in SPECS[::2]:
                 check(case, spec, call)
     finally:
-        Bindings.pieces, bags.pool = view, pool  # type: ignore[method-assign]
+        Bindings.pieces, arithmetic.pool = view, pool  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("delay", ["nothing", "lookup", "transport"])

@@ -16,8 +16,8 @@ import weft
 from weft import schedules
 from weft.core.problem import OPS, Op, Problem, Recipe, Scaling
 from weft.core.problem import split as parts_of
+from weft.runtime.products import quantise as by_torch
 from weft.runtime.ranks import Ranks
-from weft.runtime.scaled_products import quantise as by_torch
 
 K, N = 384, 144
 TRAVELS: tuple[Op, ...] = ("all_gather_matmul", "all_to_all_matmul")

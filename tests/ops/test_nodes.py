@@ -124,7 +124,7 @@ def test_backward_goes_across_nodes(two_nodes: Ranks) -> None:
 def _with_a_slow_rank(late: str) -> None:
     """New data each call, with one rank late to compute, or to send: what has not been received is not overwritten."""
     from weft.runtime.host import HostProgram
-    from weft.runtime.host_wire import HostWire
+    from weft.runtime.host_resources import HostWire
 
     matmul, exchange = HostProgram.multiply, HostWire.exchange
 

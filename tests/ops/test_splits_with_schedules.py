@@ -33,7 +33,7 @@ from weft.kernels.segments import MOVE_FIELDS, TILE_FIELDS
 from weft.runtime.bound import BoundProgram
 from weft.runtime.groups import GROUPS
 from weft.runtime.ragged import RaggedCall
-from weft.runtime.ragged_steps import RankOrders
+from weft.runtime.ragged_kernels import RankOrders
 from weft.runtime.ranks import Ranks
 from weft.schedules import ragged
 

@@ -20,7 +20,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Copy, Gemm, Schedule, Step, Wait, steps_of
 from weft.ops import tensor_parallel
 from weft.perf.engine import run
-from weft.runtime import buckets
+from weft.runtime import tuner
 from weft.runtime.calls import matmul_call
 
 NAMES = schedules.names("matmul_reduce_scatter")
@@ -272,8 +272,8 @@ def test_problems_that_have_no_gradients_of_weights() -> None:
 def test_padding_is_zeros_where_rows_are_summed() -> None:
     a, x = torch.ones(6, 4), torch.ones(6, 8)
     call = matmul_call("matmul_reduce_scatter", a, [torch.ones(4, 8)], "", "auto", rows=6, x=x, weight_gradients="whole")
-    padded = buckets.pad(call, 16, 0, 2)
+    padded = tuner.pad(call, 16, 0, 2)
     assert padded.x is not None
     torch.testing.assert_close(padded.x.t() @ padded.a, x.t() @ a)
-    found = buckets.cut({"out": [torch.ones(8, 8)], "gradients": [torch.ones(4, 8)]}, call, 0, 2)
+    found = tuner.cut({"out": [torch.ones(8, 8)], "gradients": [torch.ones(4, 8)]}, call, 0, 2)
     assert [found["out"][0].shape, found["gradients"][0].shape] == [(3, 8), (4, 8)]

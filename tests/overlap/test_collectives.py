@@ -24,7 +24,7 @@ from weft.runtime import collective_calls
 from weft.runtime.bindings import Bindings
 from weft.runtime.collective_calls import affordable
 from weft.runtime.groups import GROUPS
-from weft.runtime.nccl import NcclCollective
+from weft.runtime.network import NcclCollective
 from weft.runtime.ranks import Ranks
 from weft.schedules import build
 
@@ -346,7 +346,7 @@ interpreted = interpreted_ranks(2)
 
 def _kernels() -> int:
     """Whole and ragged tiles, aligned and not; how often the kernel ran."""
-    from weft.runtime.sums import FusedSum
+    from weft.runtime.fused import FusedSum
 
     launch, launches = FusedSum.launch, 0
 

@@ -19,9 +19,9 @@ from weft.core.machine import codec
 from weft.core.problem import Scaling
 from weft.ops.collective import default_sms
 from weft.perf.shapes import SHAPES, push_sms, shapes_for
-from weft.runtime import nearest
+from weft.runtime import choose
+from weft.runtime.choose import nearest_profile
 from weft.runtime.cuda_resources import CudaResources
-from weft.runtime.nearest import nearest_profile
 
 GPU = torch.device("cuda")
 ALL = (devices.H200, devices.A100, devices.L40S, devices.B200, devices.V100, devices.MI300X)
@@ -76,10 +76,10 @@ def test_of_several_profiles_of_a_gpu_the_smallest_with_enough_ranks_serves(monk
     h200 = machine.load("h200x8")
     sizes = {"h200x2": 2, "h200x4": 4, "h200x8": 8, "a100x8": 8}
     monkeypatch.setattr(machine, "names", lambda: tuple(sizes))
-    monkeypatch.setattr(nearest, "_load_shipped", lambda name: dataclasses.replace(h200, world_size=sizes[name], name=name))
+    monkeypatch.setattr(choose, "_load_shipped", lambda name: dataclasses.replace(h200, world_size=sizes[name], name=name))
     wanted = {2: "h200x2", 3: "h200x4", 8: "h200x8", 16: "h200x8", None: "h200x8"}
-    assert {ranks: nearest.profile_named_in("NVIDIA H200", ranks) for ranks in wanted} == wanted
-    assert nearest.profile_named_in("NVIDIA B200", 2) is None
+    assert {ranks: choose.profile_named_in("NVIDIA H200", ranks) for ranks in wanted} == wanted
+    assert choose.profile_named_in("NVIDIA B200", 2) is None
     with devices.pretend(devices.H200):
         assert nearest_profile(GPU, 2).name == "h200x2"
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from weft.core.problem import Problem
-from weft.runtime import tuner, versions
+from weft.runtime import plan_cache as versions
+from weft.runtime import tuner
 from weft.runtime.autotune import Choice, Measurement
 from weft.runtime.tuner import GroupPlanCache
 

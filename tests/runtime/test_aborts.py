@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from weft.overlap.concurrent.cuda import CudaExecutor
-from weft.runtime import peer_waits
+from weft.runtime import network
 from weft.runtime.network import CudaWire
 
 
 def test_an_abort_that_fails_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_waits.Abort, "_WAITS_S", 30.0)
+    monkeypatch.setattr(network.Abort, "_WAITS_S", 30.0)
 
     def refuses() -> None:
         raise RuntimeError("a segment handle is left\nframe #0")
 
-    assert not peer_waits.Abort(refuses, "0").ended()
+    assert not network.Abort(refuses, "0").ended()
     assert caplog.messages == ["the process group cannot be aborted (a segment handle is left): end this process"]
 
 
@@ -41,7 +41,7 @@ def test_an_abort_that_waits_for_graphs_holds_nobody_up(monkeypatch: pytest.Monk
     held, free = Graphs(), Graphs()
     free.dropped.set()
     for graphs, waits_s in ((free, 30.0), (held, 0.05)):  # that one's thread may come late to what takes no time
-        monkeypatch.setattr(peer_waits.Abort, "_WAITS_S", waits_s)
+        monkeypatch.setattr(network.Abort, "_WAITS_S", waits_s)
         wire = CudaWire.__new__(CudaWire)
         wire._backend, wire._abort = graphs, None
         wire.abort()

@@ -18,10 +18,10 @@ from timed_autotuning import autotuning_by_a_clock
 import weft
 from weft.core.errors import WeftError
 from weft.core.problem import COLUMN_OPS, ColumnProblem, Op, Problem
-from weft.runtime import buckets, programs
-from weft.runtime.buckets import OWN_COUNTS, bucket, serves
+from weft.runtime import programs, tuner
 from weft.runtime.groups import GROUPS
 from weft.runtime.programs import Programs
+from weft.runtime.tuner import OWN_COUNTS, bucket, serves
 from weft.schedules import parse
 
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -227,7 +227,7 @@ def _no_room() -> tuple[str, float]:
             def full(*given: Any, **options: Any) -> torch.Tensor:
                 raise torch.OutOfMemoryError("no room")
 
-            patch.setattr(buckets, "_pad_pieces", full)
+            patch.setattr(tuner, "_pad_pieces", full)
         begun = time.monotonic()
         with pytest.raises((torch.OutOfMemoryError, WeftError)) as caught:
             check_gather(102 * size, 24, 16, DTYPE, "auto", 3)

@@ -23,12 +23,12 @@ from weft.comm.rank_group import RankGroup
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
 from weft.overlap.collectives import work
-from weft.runtime import cuda_resources, release, watchdog
+from weft.runtime import cuda_resources, watchdog
 from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import PLAIN, MatmulCall
 from weft.runtime.cuda import CudaProgram
+from weft.runtime.cuda_resources import LaneStreams
 from weft.runtime.groups import GROUPS, GroupState
-from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launches import FlagOperations
 from weft.runtime.order import MOST_IN_FLIGHT, Exclusive, PendingCall, memory_of_results
 from weft.runtime.programs import KnownCall, Programs
@@ -144,7 +144,7 @@ def test_nothing_is_released_until_what_peers_send_is_nan(ranks: Ranks, monkeypa
         return found
 
     monkeypatch.setattr(releaser, "_invalidating", SimpleNamespace(cuda_stream=7, query=written))
-    monkeypatch.setattr(release, "_INVALID_S", 30.0)
+    monkeypatch.setattr(watchdog, "_INVALID_S", 30.0)
     releaser.invalidate(())
     assert order == ["not yet", "not yet", "NaN"]
 
@@ -249,7 +249,7 @@ def test_nccl_collectives_of_no_schedule_are_watched_too(ranks: Ranks, monkeypat
     aborted = threading.Event()
     monkeypatch.setattr(watchdog, "_RELEASED_S", 0.05)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(release, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
+    monkeypatch.setattr(watchdog, "backend_of", lambda *_: SimpleNamespace(abort=aborted.set))
     ranks.resources.current_stream = lambda: STREAM  # type: ignore[method-assign]
     state = _state(ranks.rank_group, _resources_by_device={torch.device("cuda", 0): ranks.resources})
     assert state.watched("a gradient", "", torch.device("cuda", 0), lambda: 7) == 7

@@ -14,8 +14,7 @@ from test_launch_plan import FakeProgram, _can, _do
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Lane, Schedule
 from weft.runtime import launch_plan
-from weft.runtime.launch_order import order, turns
-from weft.runtime.launch_plan import LaunchPlan
+from weft.runtime.launch_plan import LaunchPlan, order, turns
 from weft.runtime.launches import FlagOperations, Launch
 from weft.schedules import build
 

@@ -32,11 +32,11 @@ from weft.kernels.launch import Launcher, record_launches
 from weft.runtime.bindings import Bindings, CallTensors, NotPreparedError, Where
 from weft.runtime.bound import BoundProgram, kernel_of
 from weft.runtime.cuda import CudaProgram
+from weft.runtime.cuda_resources import LaneStreams
 from weft.runtime.fused import FusedReduce
-from weft.runtime.lane_streams import LaneStreams
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagOperations, KernelLaunch
-from weft.runtime.nccl import NcclCollective
+from weft.runtime.network import NcclCollective
 from weft.runtime.products import Products
 from weft.runtime.straight import Straight
 from weft.schedules import build

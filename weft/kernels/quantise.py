@@ -12,7 +12,7 @@ number of its tiles.
     block 1: tile 1   ...                                     ~> peer: flag has grown by all tiles: the part is there
 
 Order, as in weft.kernels.push: all stores of a tile precede the block's barrier, which precedes the release of each flag.
-The result has the same bits as weft.runtime.scaled_products.quantise.
+The result has the same bits as weft.runtime.products.quantise.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from weft.ops.common import FLOAT8
 from weft.ops.operator import define
 from weft.ops.scaled import QUANTISED, quantised_here
 from weft.runtime.bindings import FactorScales
-from weft.runtime.scaled_products import products_on
+from weft.runtime.products import products_on
 
 Tensor = torch.Tensor
 

@@ -23,7 +23,7 @@ from weft.ops.front import OperatorRequest
 from weft.ops.operator import define
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
-from weft.runtime.scaled_products import quantise
+from weft.runtime.products import quantise
 
 QUANTISED = torch.float8_e4m3fn
 """The dtype to which an a of 16 or 32 bits is quantised."""

@@ -2,7 +2,7 @@
 
 A cuBLAS matmul reads one contiguous matrix and writes one, and NCCL's collectives need shards of equal length. If a step has
 other operands, the executor runs torch kernels before and after it, each with a launch and its traffic
-(weft.runtime.arithmetic, weft.runtime.nccl). weft's own kernels need no such copies.
+(weft.runtime.arithmetic, weft.runtime.network). weft's own kernels need no such copies.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.html import html_page, join, table, tag
 from weft.report.words import percent
 from weft.runtime.autotune import Choice
-from weft.runtime.buckets import serves
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
+from weft.runtime.tuner import serves
 
 IN_BACKWARD = "overlapped in the backward pass only"
 """The verdict on a place that communicates in the backward pass only, and overlaps there."""

@@ -92,7 +92,7 @@ class Choice:
     spec: the name of the schedule.
     measurements: the candidates in the order of measurement. It is empty if the planner chose, or if there was one candidate.
     from_cache: an earlier process measured it.
-    like: the row count that was measured in place of the problem's (weft.runtime.buckets), if it was another one.
+    like: the row count that was measured in place of the problem's (weft.runtime.tuner), if it was another one.
     predicted_for: the name of the machine profile by which the planner chose. Empty if it did not.
     """
 

@@ -42,17 +42,13 @@ from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, S
 from weft.kernels.shapes import push_sms
 from weft.runtime.bindings import Bindings, CallTensors, Inputs, Issue, NotPreparedError, Outputs, Where, scales_name
 from weft.runtime.bound import NOTHING, BoundProgram, ScratchName, scratch_bytes, with_fused_steps
-from weft.runtime.call_timer import CallTimer
-from weft.runtime.cuda_resources import CudaResources
-from weft.runtime.lane_streams import LaneStreams
+from weft.runtime.cuda_resources import CallTimer, CudaResources, LaneStreams
 from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, TorchLaunch, WaiterWords
-from weft.runtime.nccl import NcclCollective
-from weft.runtime.network import sms_for
+from weft.runtime.network import NcclCollective, describe_unfinished, describe_waits, sms_for
 from weft.runtime.order import Exclusive, PendingCall, memory_of_outputs
-from weft.runtime.peer_waits import describe_unfinished, describe_waits
 from weft.runtime.products import Products, settings
-from weft.runtime.release import INVALID_BYTE
 from weft.runtime.replay import ANY_STRIDES, Replays, layout_key
+from weft.runtime.watchdog import INVALID_BYTE
 from weft.schedules import spec
 
 _RELEASED = 0x3FFFFFFF

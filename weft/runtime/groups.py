@@ -37,10 +37,9 @@ from weft.runtime.bound_call import RememberedCalls
 from weft.runtime.calls import PLAIN, Call
 from weft.runtime.choose import automatic
 from weft.runtime.cuda_resources import CudaResources
-from weft.runtime.host_resources import HostResources
-from weft.runtime.host_wire import AllToAll, HostWire
+from weft.runtime.host_resources import AllToAll, HostResources, HostWire
+from weft.runtime.network import await_collective
 from weft.runtime.order import Order
-from weft.runtime.peer_waits import await_collective
 from weft.runtime.programs import KnownCall, Programs
 
 A = TypeVar("A", bound=Closes)
@@ -98,7 +97,7 @@ class GroupState(Programs):
         """Run work of all ranks that no schedule describes. An error ends it on all ranks.
 
         On GPUs it is an NCCL collective, which is watched like a first call. On CPUs the ranks first agree, as in calls, so
-        that an error names a missing rank, and then exchange messages (weft.runtime.host_wire).
+        that an error names a missing rank, and then exchange messages (weft.runtime.host_resources).
 
         what: the name of the work in errors.
         common: what must be equal on all ranks, one line each.

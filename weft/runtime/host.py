@@ -12,7 +12,7 @@ interpreter, lanes of blocks that are kernels run on the caller's thread, before
     join  <-----------------------  end                 a call returns when all lanes of the rank have ended
 
 On several nodes, ranks share memory with those of their own node. Messages and collectives go through gloo
-(weft.runtime.host_wire).
+(weft.runtime.host_resources).
 
 All schedules of a process group share one piece of memory for data (weft.comm.symmetric_heap), which grows when one of them
 needs more. Each schedule has words of its own. The data can be shared because on CPUs every call waits until all ranks have
@@ -51,11 +51,10 @@ from weft.core.schedule import (
 from weft.core.work import span
 from weft.runtime.bindings import Bindings, FactorScales, Inputs, Outputs, Where
 from weft.runtime.bound import BoundProgram, ScratchName
-from weft.runtime.host_resources import INTERPRETED_BLOCKS, HostResources
-from weft.runtime.host_rows import HostRows
+from weft.runtime.host_resources import INTERPRETED_BLOCKS, HostResources, HostRows
 from weft.runtime.launches import FlagOperations, IssuedCall, Launch, StepKernel
-from weft.runtime.peer_waits import may_wait_for
-from weft.runtime.scaled_products import multiply_dequantised, quantise
+from weft.runtime.network import may_wait_for
+from weft.runtime.products import multiply_dequantised, quantise
 
 WAIT_DONE = 1 << 30
 """Bit that is set in a lane's progress word once the wait at that step is over."""

@@ -20,7 +20,7 @@ signals. To lower a flag is to reset the waiter's copy of it.
     sends and receives       FlagOperations: write the lane's progress; TorchLaunch
     shared row counts        TorchLaunch: write them at the peers; FlagOperations: signal, wait; TorchLaunch: read them
 
-If the compute lane signals and has more work to do, the signal is enqueued on a separate stream (weft.runtime.lane_streams).
+If the compute lane signals and has more work to do, the signal is enqueued on a separate stream (weft.runtime.cuda_resources).
 Copy lanes signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
 
 Neighbouring FlagOperations become one submission. On a GPU there are two kinds:
@@ -29,15 +29,28 @@ Neighbouring FlagOperations become one submission. On a GPU there are two kinds:
   signals on the separate stream, and on every lane of a CollectiveProblem, which may run concurrently with any kernel.
 - On all other lanes a submission is a kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase
   at once.
+
+This module finds an order in which a rank can enqueue long lanes without a deadlock.
+
+A stream takes about 1000 entries (Hopper, CUDA 13). The next launch blocks the host in the driver until an entry has ended. A
+host that enqueues one lane after the other could then block in a long lane that waits for a flag, while the lane that raises
+the flag is not enqueued yet. That is a deadlock.
+
+So the launches of long lanes are interleaved. All ranks use one order of all events, in which every event comes after the
+events that it waits for. There is no deadlock: take the first event in that order that has not happened. All events that it
+waits for have happened. If it is enqueued, it can run. If it is not enqueued, its host is blocked in another lane while it
+enqueues an earlier event. But that lane contains only events that are earlier still, which have all happened, so the lane is
+not full.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import itemgetter
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from weft.compat.streams import Word
 from weft.core.problem import LookupProblem
@@ -53,18 +66,18 @@ from weft.core.schedule import (
     Push,
     Reduce,
     Region,
+    Schedule,
     SegmentCopies,
     SendReceive,
     ShareCounts,
     Signal,
     Step,
     Wait,
+    signalled_flags,
     waits,
 )
-from weft.runtime.arithmetic import Product, Sliced, add_up, groups
-from weft.runtime.bags import look_up
+from weft.runtime.arithmetic import Product, Sliced, add_up, groups, look_up
 from weft.runtime.bindings import Where
-from weft.runtime.launch_order import order, stage_after_waits, stage_before_waits, turns
 from weft.runtime.launches import (
     CopyLaunch,
     FlagOperations,
@@ -79,7 +92,7 @@ from weft.runtime.launches import (
 
 MOST_IN_SEQUENCE = 256
 """If no lane has more launches than this, the lanes are enqueued one after the other. Otherwise the launches of all lanes are
-interleaved, in the order of weft.runtime.launch_order. A stream takes about 1000 entries, and a launch is a few of them."""
+interleaved, in the order of weft.runtime.launch_plan. A stream takes about 1000 entries, and a launch is a few of them."""
 
 
 class SignallingPart(Protocol):
@@ -160,7 +173,7 @@ class LaunchPlan:
         return [LaneLaunches(lane, launches, any(launch.by_torch for launch in launches)) for lane, launches in ordered]
 
     def _interleave(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[tuple[Lane, list[Launch]]]:
-        """Order all launches as weft.runtime.launch_order says. Return them as runs of launches of one lane."""
+        """Order all launches as weft.runtime.launch_plan says. Return them as runs of launches of one lane."""
         numbers = order(self._site.schedule, self._site.rank)
         # Merged flag operations may belong to several steps. They are enqueued with the first of these.
         numbered = [
@@ -270,7 +283,7 @@ class LaunchPlan:
     def _plan_slices(self, step: Gemm, part: Part, where: Where, passed: set[Flag], turn: int) -> Iterator[Launch]:
         """Yield the launches of a part whose gates have been waited for: each slice of K after its inner gate.
 
-        turn: the turn of the first slice (weft.runtime.launch_order.turns).
+        turn: the turn of the first slice (weft.runtime.launch_plan.turns).
         """
         sliced = Sliced(step, part)
 
@@ -366,3 +379,96 @@ def _join_words(first: tuple[Word, ...], second: tuple[Word, ...]) -> tuple[Word
     first_waits = any(word.kind == "wait" for word in first) and first[-1].kind == "lower"
     second_waits = len(second) > 1 and second[0].kind == "progress" and second[1].kind == "wait"
     return first + second[1:] if first_waits and second_waits else first + second
+
+
+Key = tuple[object, ...]
+TimedPlace = tuple[str, int, int]
+"""A lane, a position in it, and a stage of that step: `stage_before_waits` or `stage_after_waits` of one of its turns."""
+
+
+def stage_before_waits(turn: int) -> int:
+    """Return the stage in which a step has reached the waits of a turn."""
+    return 2 * turn
+
+
+def stage_after_waits(turn: int) -> int:
+    """Return the stage in which a step has passed the waits of a turn."""
+    return 2 * turn + 1
+
+
+def turns(step: Step) -> list[tuple[list[Wait], list[Flag]]]:
+    """Return the turns of a step. Each is a list of waits, and the flags that the step raises after them.
+
+    A GEMM has a turn for each part, or for each slice of a part with inner gates. A sum has one turn, because it may be one
+    kernel after all of its gates.
+    """
+    if isinstance(step, Gemm):
+        found: list[tuple[list[Wait], list[Flag]]] = []
+        for part in step.parts:
+            slices = [list(part.gates), *([wait] for _, wait in part.inner)]
+            found += [(waits, []) for waits in slices[:-1]] + [(slices[-1], [] if part.count is None else [part.count])]
+        return found
+    return [(list(waits(step)), list(signalled_flags(step)))]
+
+
+class _Run:
+    """A _Run executes one call of all ranks on paper, every lane as far as its waits permit.
+
+    Waits for previous calls are over, because those calls are completely enqueued.
+
+    passed: the places that one rank reached, in this order.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self._rank, self.passed = rank, list[TimedPlace]()
+        self._done: Counter[Key] = Counter()
+        self._waiting: defaultdict[Key, list[Iterator[Key]]] = defaultdict(list)
+        self._size = len(schedule.ranks)
+        self._take_part: dict[type, Any] = {Collective: self._collective, SendReceive: self._messages}
+        self._ready = deque(self._lane(rank, lane) for rank, lanes in enumerate(schedule.ranks) for lane in lanes)
+        while self._ready:
+            lane = self._ready.popleft()
+            key = next(lane, None)
+            if key is not None:
+                self._waiting[key].append(lane)
+        assert not any(self._waiting.values()), f"schedule {schedule.name} was not checked: {dict(self._waiting)}"
+
+    def _lane(self, rank: int, lane: Lane) -> Iterator[Key]:
+        """Run a lane. Yield the key that it waits for, each time that it must wait."""
+        for position, step in enumerate(lane.steps):
+            for turn, (gates, raised) in enumerate(turns(step)):
+                self._reach(rank, (lane.name, position, stage_before_waits(turn)))
+                needs: list[tuple[Key, int]] = [(("flag", wait.flag), 1) for wait in gates if not wait.on_previous_call]
+                for key, least in needs + self._begin(rank, step):
+                    while self._done[key] < least:
+                        yield key
+                self._reach(rank, (lane.name, position, stage_after_waits(turn)))
+                for flag in raised:
+                    self._count("flag", flag)
+
+    def _reach(self, rank: int, place: TimedPlace) -> None:
+        if rank == self._rank:
+            self.passed.append(place)
+
+    def _begin(self, rank: int, step: Step) -> list[tuple[Key, int]]:
+        """Begin a step in which other ranks take part. Return how many such steps each of them must have begun."""
+        return self._take_part[type(step)](rank, step) if type(step) in self._take_part else []
+
+    def _collective(self, rank: int, step: Collective) -> list[tuple[Key, int]]:
+        number = self._count("collectives of", rank)
+        return [(("collectives of", other), number) for other in range(self._size)]
+
+    def _messages(self, rank: int, step: SendReceive) -> list[tuple[Key, int]]:
+        sent = [(("received", rank, send.to), self._count("sent", rank, send.to)) for send in step.sends]
+        got = [(("sent", one.source, rank), self._count("received", one.source, rank)) for one in step.receives]
+        return [*sent, *got]
+
+    def _count(self, *key: object) -> int:
+        self._done[key] += 1
+        self._ready.extend(self._waiting.pop(key, ()))
+        return self._done[key]
+
+
+def order(schedule: Schedule, rank: int) -> dict[TimedPlace, int]:
+    """Return the stages of all steps of a rank, numbered in one order of all events of all ranks."""
+    return {place: number for number, place in enumerate(_Run(schedule, rank).passed)}

@@ -70,7 +70,7 @@ class IssuedCall:
 class Launch:
     """A Launch is one thing to enqueue.
 
-    stage: the stage of the step, as weft.runtime.launch_order numbers them. The launches of long lanes are interleaved by it.
+    stage: the stage of the step, as weft.runtime.launch_plan numbers them. The launches of long lanes are interleaved by it.
     by_torch: whether the lane's stream must be torch's current stream during `issue`. torch uses the current stream, and so
         does the first launch of a kernel.
     """
@@ -297,7 +297,7 @@ class Site(ABC):
 
     @property
     def row_counts(self) -> Any:
-        """The row counts of all ranks on the host (weft.runtime.host_rows.HostRows), for steps that do not run as kernels."""
+        """The HostRows (weft.runtime.host_resources) with the row counts of all ranks, for steps that do not run as kernels."""
         raise AssertionError("the steps of calls with splits are kernels here, or the problem has no splits")
 
     def count_address(self, flag: Flag) -> int:

@@ -36,14 +36,13 @@ from weft.core.schedule import Schedule
 from weft.runtime.autotune import Measurement
 from weft.runtime.bindings import Outputs
 from weft.runtime.bound import BoundProgram
-from weft.runtime.buckets import RowCounts, cut, pad
 from weft.runtime.calls import PLAIN, Call, MatmulCall
 from weft.runtime.choose import MODES, choose, fans_out
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host import HostProgram
 from weft.runtime.host_resources import HostResources
-from weft.runtime.tuner import Key, Tuner
+from weft.runtime.tuner import Key, RowCounts, Tuner, cut, pad
 
 if TYPE_CHECKING:
     from weft.runtime.ragged_kernels import RaggedKernels
@@ -71,7 +70,7 @@ class KnownCall:
     number: the number by which ranks compare the call.
     program: the program that runs it.
     empty: whether there is nothing to multiply. Then the program is for `Call.filled`.
-    rows: the rows of the program if the call is padded to a bucket (weft.runtime.buckets), or else 0.
+    rows: the rows of the program if the call is padded to a bucket (weft.runtime.tuner), or else 0.
     forgotten: whether the ranks agree anew on the next such call, because there were too many, or its program was closed. All
         ranks forget a call at the same time, so none may make it without the others (weft.runtime.bound_call).
     """

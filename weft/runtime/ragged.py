@@ -1,6 +1,6 @@
 """A RaggedCall is a call with splits, whose row counts are only known on the device.
 
-Hosts read the counts in weft.runtime.host_rows. On GPUs, and under Triton's interpreter, the kernels do
+Hosts read the counts in weft.runtime.host_resources. On GPUs, and under Triton's interpreter, the kernels do
 (weft.runtime.ragged_kernels). Rows that do not fit are dropped on all devices, and all ranks report the same error. If hosts
 know the counts of all ranks, the call itself raises it. Otherwise a later call or `weft.synchronize` raises it.
 """

@@ -40,8 +40,8 @@ from weft.runtime.autotune import Choice
 from weft.runtime.calls import Call, MatmulCall, ScaledOperands
 from weft.runtime.choose import fans_out
 from weft.runtime.groups import GROUPS
+from weft.runtime.plan_cache import versions
 from weft.runtime.ranks import Ranks
-from weft.runtime.versions import versions
 from weft.tools.results import LayerRun, Run, Speeds
 from weft.tools.run_lookups import LookupInputs
 from weft.tools.run_scaled import ScaledInputs

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
-from weft.runtime.scaled_products import dequantised
+from weft.runtime.products import dequantised
 
 
 class ScaledInputs(NamedTuple):

@@ -23,7 +23,7 @@ from weft.overlap.concurrent.executor import Executor
 from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
 from weft.runtime.autotune import timer_for
 from weft.runtime.groups import GROUPS
-from weft.runtime.peer_waits import Abort
+from weft.runtime.network import Abort
 from weft.schedules.concurrent import Abilities
 
 _IDLE_S = 10.0

@@ -23,7 +23,7 @@ from weft.comm.rank_group import RankGroup
 from weft.compat.streams import comm_stream, give_back
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Collective, steps_of
-from weft.runtime.nccl import NcclCollective
+from weft.runtime.network import NcclCollective
 from weft.runtime.replay import Captures
 from weft.schedules import build
 

@@ -23,7 +23,7 @@ from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Store
 from weft.core.problem import ITEMSIZE
 from weft.core.settings import put
 from weft.perf.terms import gemm_us
-from weft.runtime.nearest import nearest_profile
+from weft.runtime.choose import nearest_profile
 from weft.tools.calibrate.common import ProbeSample, of, typical_spread
 from weft.tools.calibrate.kernel_fields import DERIVED, Derived
 
