@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft.core.errors import PeerLost, WaitTimeout
+from weft.runtime import network
 from weft.runtime.host_resources import HostWire, RowsOfCall
 from weft.runtime.ranks import RankFailed, Ranks
 
@@ -133,9 +134,7 @@ def _struck_within(what: str, strike: Callable[[], object], skip: int) -> Iterat
             strike()
         return plain(*arguments, **options)
 
-    with (
-        mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(network, "_REPORT_S", 5.0)
-    ):
+    with mock.patch.object(owner, name, struck) if dist.get_rank() == VICTIM else mock.patch.object(network, "_REPORT_S", 5.0):
         yield
 
 
