@@ -29,9 +29,9 @@ methods of a case, and in `extra`
     step_bytes         what torch's allocator hands out in a step at most, beyond what is held before it, of the largest rank.
                        weft's symmetric buffers and NCCL's are not counted. Nothing on CPUs
     memory_over_hand   its ratio to the hand-written program of the same mode
-    prediction         weft predicts calls, and no training step. So this is the sum of predicted times of weft's distinct calls
-                       (each once, also where layers or recomputation repeat it) beside the sum of what autotuning measured of
-                       the same calls. It cannot be compared with the step's time. None without a profile of the machine
+    prediction         by mode, the step that weft.planner.plan_training predicts for all layers, in us: with weft, sequential
+                       (torch's styles), and the computation alone. None without a profile of the machine. alone.py measures the
+                       computation alone on one GPU
 
     torchrun --nproc-per-node 2 -m benchmarks.training --models llama3-8b --json benchmarks/results/h200x2/training.jsonl
     torchrun --nproc-per-node 2 -m benchmarks.training --models llama3-70b --tokens 8192 --modes eager --budget out/budget
@@ -56,7 +56,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -79,11 +79,10 @@ from benchmarks.models import METHODS, compile_for, world
 from benchmarks.rows import Row
 from benchmarks.runner import run_parts
 from benchmarks.training_table import BENCH, MODES, hidden, memory, summary
-from weft import schedules
 from weft.core.machine import Machine
-from weft.core.problem import Problem
-from weft.planner import plan
-from weft.runtime.autotune import Choice
+from weft.core.problem import DType
+from weft.planner import plan_training
+from weft.planner.models import Model
 from weft.runtime.choose import profile_for
 
 Tensor = torch.Tensor
@@ -285,23 +284,29 @@ def checks(expected: Mapping[str, Tensor], differences: dict[str, float]) -> Cal
     return check
 
 
-def predict(choices: Iterable[Choice], machine: Machine) -> dict[str, float] | None:
-    """The sums over weft's calls that were measured: {"calls", "predicted_us", "measured_us"}; None if there are none.
-    Calls that the machine's profile cannot predict are left out."""
-    predicted, measured = [], []
-    for choice in choices:
-        us = choice.us.get(choice.spec)
-        if us is None or not isinstance(choice.problem, Problem):
-            continue
-        name, chunks = schedules.parse(choice.spec)
-        try:
-            found = plan(choice.problem, machine, schedules=[schedules.build(choice.problem, name, chunks)])
-        except ValueError:
-            continue
-        chosen = next(each for each in found.candidates if each.spec == choice.spec)
-        predicted.append(chosen.predicted_us)
-        measured.append(us)
-    return {"calls": len(measured), "predicted_us": sum(predicted), "measured_us": sum(measured)} if measured else None
+def model_of(case: Case) -> Model:
+    """The sizes of a case as weft's planner takes them."""
+    sizes, experts = case.sizes, case.sizes.experts
+    return Model(
+        name=case.model,
+        source="benchmarks.training",
+        hidden=sizes.hidden,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head,
+        intermediate=0 if experts else sizes.width,
+        qk_norm=sizes.qk_norm,
+        experts=experts,
+        experts_per_token=sizes.top_k if experts else 0,
+        expert_intermediate=sizes.width if experts else 0,
+    )
+
+
+def predict_steps(case: Case, machine: Machine, ranks: int, dtype: DType) -> dict[str, dict[str, float]]:
+    """By mode, the predicted computation_us, sequential_us and weft_us of all layers of a case."""
+    plan = plan_training(model_of(case), machine, tokens=case.tokens, ranks=ranks, dtype=dtype)
+    steps = {mode: plan.step(checkpointing=case.checkpointing, compiled=mode == "compiled") for mode in MODES}
+    return {mode: {name: case.sizes.layers * us for name, us in asdict(step).items()} for mode, step in steps.items()}
 
 
 def predictable(device: str, ranks: int) -> Machine | None:
@@ -331,12 +336,14 @@ def measured(case: Case, arguments: argparse.Namespace) -> Iterator[Row]:
     times, missing = trial(works, ["eager"], check=check, needed=needed, rounds=arguments.rounds, repeat=REPEAT)
     left = {name: step for name, step in steps.items() if name not in missing}
     choices = weft.choices(bench.mesh.get_group())
-    machine = predictable(arguments.device, bench.link.ranks)
+    machine, dtype = predictable(arguments.device, bench.link.ranks), "bfloat16" if bench.dtype == torch.bfloat16 else "float32"
+    found = predict_steps(case, machine, bench.link.ranks, dtype) if machine else {}
+    prediction = {mode: found[mode] for mode in modes} if machine else None
     extra = about | {
         "modes": modes,
         "difference": differences,
         "step_bytes": largest_bytes(left),
-        "prediction": predict(choices, machine) if machine else None,
+        "prediction": prediction,
         "choices": {str(choice.problem): choice.us or {choice.spec: None} for choice in choices},
     }
     found_row = made(bench=BENCH, times=times["eager"], missing=missing, extra=extra)
@@ -422,20 +429,25 @@ def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 def make_parser() -> argparse.ArgumentParser:
     options = parser(__doc__, rounds=ROUNDS, modes=",".join(MODES), known=list(MODES))
+    case_options(options)
     programs = [name for mode in PROGRAMS.values() for name in mode]
-    chosen: list[tuple[str, Iterable[str], str]] = [
-        ("--models", MODELS, "of the models"),
-        ("--checkpointing", CHECKPOINTING, "without and with activation checkpointing"),
-        ("--methods", programs, "besides the hand-written program and the computation alone"),
-    ]
-    for name, known, text in chosen:
-        options.add_argument(name, type=names_of(known), default=",".join(known), help=f"{text}, with commas (%(default)s)")
-    options.add_argument("--tokens", default="", help=f"of the group, with commas ({TOKENS['cuda']})")
-    options.add_argument("--layers", type=count, default=2, help="(%(default)s)")
+    _add_names(options, "--methods", programs, "besides the hand-written program and the computation alone")
     options.add_argument("--capacity", type=float, default=1.25, help="rows of experts that fit, over those sent (%(default)s)")
     options.add_argument("--budget", type=Path, metavar="FOLDER", help="write traces of rank 0 there, and time nothing")
-    options.add_argument("--device", choices=tuple(TOKENS), default="cuda" if torch.cuda.is_available() else "cpu")
     return options
+
+
+def case_options(options: argparse.ArgumentParser) -> None:
+    """Add the options that `cases` reads."""
+    _add_names(options, "--models", MODELS, "of the models")
+    _add_names(options, "--checkpointing", CHECKPOINTING, "without and with activation checkpointing")
+    options.add_argument("--tokens", default="", help=f"of the group, with commas ({TOKENS['cuda']})")
+    options.add_argument("--layers", type=count, default=2, help="(%(default)s)")
+    options.add_argument("--device", choices=tuple(TOKENS), default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _add_names(options: argparse.ArgumentParser, name: str, known: Iterable[str], text: str) -> None:
+    options.add_argument(name, type=names_of(known), default=",".join(known), help=f"{text}, with commas (%(default)s)")
 
 
 def main() -> None:

@@ -5,7 +5,8 @@
 gain: the time of the fastest program without weft over that of the fastest of weft's. hidden: the share of the exposed
 communication that weft's fastest program hides, (hand-written - weft) / (hand-written - computation alone), all of its mode.
 memory: what torch's allocator hands out in a step of weft's fastest program, over that of the hand-written one of its mode.
-predicted: the sum of weft's predicted times over that of the measured ones, of the distinct calls of a step, each once.
+predicted: predicted over measured time of the step of weft's fastest program, then of torch's styles and of the computation
+alone, both of its mode.
 
 Rows of one case that were measured in several runs, such as one a mode, are taken as one. The newest counts.
 """
@@ -31,12 +32,18 @@ class Mode:
 
     hand: str
     computation: str
+    sequential: str
     wefts: tuple[str, ...]
 
 
 MODES = {
-    "eager": Mode(hand="peer/hand", computation="computation/hand", wefts=("weft/eager",)),
-    "compiled": Mode(hand="peer/hand_compiled", computation="computation/hand_compiled", wefts=("weft/compiled", "weft/pass")),
+    "eager": Mode(hand="peer/hand", computation="computation/hand", sequential="sequential/torch", wefts=("weft/eager",)),
+    "compiled": Mode(
+        hand="peer/hand_compiled",
+        computation="computation/hand_compiled",
+        sequential="peer/torch_compile",
+        wefts=("weft/compiled", "weft/pass"),
+    ),
 }
 
 
@@ -55,6 +62,7 @@ def merged(found: Iterable[Row]) -> list[Row]:
         old = cases.get(key, row)
         extra = {**old.extra, **row.extra}
         extra |= {name: {**old.extra.get(name, {}), **row.extra.get(name, {})} for name in ("step_bytes", "hidden")}
+        extra["prediction"] = {**(old.extra.get("prediction") or {}), **(row.extra.get("prediction") or {})} or None
         cases[key] = replace(row, us={**old.us, **row.us}, missing={**old.missing, **row.missing}, extra=extra)
     return list(cases.values())
 
@@ -91,11 +99,14 @@ def memory(row: Row, method: str) -> float:
     return ours / theirs if ours and theirs else math.nan
 
 
-def predicted(row: Row) -> float:
-    """NaN where weft has no prediction, or measured nothing."""
-    found = row.extra.get("prediction") or {}
-    ours, measured = found.get("predicted_us"), found.get("measured_us")
-    return ours / measured if ours and measured else math.nan
+def predicted(row: Row, method: str) -> tuple[float, float, float]:
+    """Predicted over measured time: of one of weft's methods, and of the sequential program and the computation alone of its
+    mode. NaN where weft has no prediction, or nothing was measured."""
+    mode, name = mode_of(method), next(name for name, mode in MODES.items() if method in mode.wefts)
+    found = (row.extra.get("prediction") or {}).get(name, {})
+    measured = {"weft_us": method, "sequential_us": mode.sequential, "computation_us": mode.computation}
+    weft, sequential, computation = (found.get(us, math.nan) / row.us.get(one, math.nan) for us, one in measured.items())
+    return weft, sequential, computation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +124,8 @@ class Result:
     def cells(self) -> tuple[str, ...]:
         us = self.row.us
         times = f"{us[self.weft]:,.0f}", name_of(self.weft), f"{us[self.other]:,.0f}", name_of(self.other)
-        shares = hidden(self.row, self.weft), memory(self.row, self.weft), predicted(self.row)
-        return self.row.case, *times, f"{self.gain:.3f}x", *map(_text, shares)
+        shares = hidden(self.row, self.weft), memory(self.row, self.weft)
+        return self.row.case, *times, f"{self.gain:.3f}x", *map(_text, (*shares, *predicted(self.row, self.weft)))
 
 
 def _text(value: float) -> str:
@@ -131,7 +142,7 @@ def results(found: Iterable[Row]) -> list[Result]:
     return made
 
 
-HEADS = ("case", "weft us", "weft's", "other us", "fastest other", "gain", "hidden", "memory", "predicted")
+HEADS = ("case", "weft us", "weft's", "other us", "fastest other", "gain", "hidden", "memory", "predicted", "torch's", "alone")
 
 
 def summary(found: Iterable[Row]) -> str:

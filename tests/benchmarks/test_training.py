@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import training_work
 
-from benchmarks import rows, traces, training, training_table
+from benchmarks import alone, rows, traces, training, training_table
 from benchmarks.rows import Row
 from weft.core import machine
-from weft.core.problem import Problem
+from weft.planner import plan_training
+from weft.planner.models import load_model, preset_names
 
 HALVES = {"communication/default"}
 EAGER = {"sequential/torch", "weft/eager", "peer/hand", "computation/hand"}
@@ -97,11 +98,13 @@ def test_the_share_of_exposed_communication_that_is_hidden() -> None:
 def test_the_table_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of one case are one, those of other benchmarks are left out, and the hidden share is one of sums."""
     compiled = {"peer/hand_compiled": 900.0, "computation/hand_compiled": 800.0, "weft/compiled": 800.0, "peer/async_tp": 880.0}
-    first = _row(US, "a", step_bytes={"peer/hand": 100, "weft/eager": 110}, prediction={"predicted_us": 9, "measured_us": 10})
+    predicted = {"weft_us": 900.0, "sequential_us": 1210.0, "computation_us": 700.0}
+    first = _row(US, "a", step_bytes={"peer/hand": 100, "weft/eager": 110}, prediction={"eager": predicted})
+    slow = {**US, "weft/eager": 1000.0, "computation/hand": 700.0}
     found = [
         first,
         _row(compiled, "a", step_bytes={"peer/hand_compiled": 100, "weft/compiled": 120}, prediction=None),
-        _row({**US, "weft/eager": 1000.0, "computation/hand": 700.0}, "b", step_bytes={"peer/hand": 100, "weft/eager": 110}),
+        _row(slow, "b", step_bytes={"peer/hand": 100, "weft/eager": 110}, prediction={"eager": predicted}),
         _row(US, "c", 8192),
     ]
     other = Row(bench="traces", op="training", case="x", dtype="bfloat16", world_size=2, mode="eager", machine="x")
@@ -114,9 +117,11 @@ def test_the_table_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert said == training_table.summary(found) + "\n"
     heads, first_line, second, third, empty, small, large = said.splitlines()
     assert heads.split()[:3] == ["case", "weft", "us"]
-    assert first_line.split() == ["a,", "2048", "tokens", "800", "compiled", "880", "async_tp", "1.100x", "1.00", "1.20", "-"]
-    assert second.split() == ["b,", "2048", "tokens", "1,000", "eager", "1,000", "hand", "1.000x", "0.00", "1.10", "-"]
-    assert third.split() == ["c,", "8192", "tokens", "850", "eager", "1,000", "hand", "1.176x", "0.75", "-", "-"]
+    compiled_line = ["a,", "2048", "tokens", "800", "compiled", "880", "async_tp", "1.100x", "1.00", "1.20", *"---"]
+    assert first_line.split() == compiled_line
+    figures = ["1.000x", "0.00", "1.10", "0.90", "1.10", "1.00"]
+    assert second.split() == ["b,", "2048", "tokens", "1,000", "eager", "1,000", "hand", *figures]
+    assert third.split() == ["c,", "8192", "tokens", "850", "eager", "1,000", "hand", "1.176x", "0.75", *"----"]
     assert empty == ""
     assert small.startswith(
         "2048 tokens, 2 models: 1.049x as fast as the fastest other (geometric mean), worst case 1.000x (b);"
@@ -124,21 +129,33 @@ def test_the_table_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "hidden 0.25 of" in small  # (100 + 0) / (100 + 300)
     assert small.endswith("memory over hand-written 1.15, at most 1.20")
     assert large.startswith("8192 tokens, 1 models: 1.176x")
-    assert training_table.predicted(first) == 0.9
+    assert training_table.predicted(first, "weft/eager") == pytest.approx((900 / 850, 1.1, 700 / 800))
     assert "no case" in training_table.summary([other])
 
 
-def test_predictions_are_sums_over_calls_that_were_measured() -> None:
-    problem = Problem(op="all_gather_matmul", m=4096, n=8192, k=4096, world_size=2)
-    one: Any = SimpleNamespace(problem=problem, spec="sequential", us={"sequential": 500.0})
-    unmeasured: Any = SimpleNamespace(problem=problem, spec="sequential", us={})
-    profile = machine.load("h200x8")
-    found, twice = training.predict([one, unmeasured], profile), training.predict([one, one], profile)
-    assert found is not None
-    assert twice is not None
-    assert (found["calls"], found["measured_us"], twice["calls"], twice["measured_us"]) == (1, 500.0, 2, 1000.0)
-    assert twice["predicted_us"] == 2 * found["predicted_us"] > 0
-    assert training.predict([unmeasured], profile) is None
+@pytest.mark.parametrize("model", training.MODELS)
+def test_a_case_is_predicted_as_a_model_of_its_sizes(model: str) -> None:
+    case = training.Case(model=model, sizes=training.MODELS[model], tokens=8192, checkpointing=True)
+    found = training.predict_steps(case, machine.load("h200x8"), 2, "bfloat16")
+    assert set(found) == {"eager", "compiled"}
+    if model in preset_names():
+        plan = plan_training(load_model(model), "h200x8", tokens=8192, ranks=2)
+        layers = case.sizes.layers
+        for mode, us in found.items():
+            assert us["weft_us"] == pytest.approx(layers * plan.step(checkpointing=True, compiled=mode == "compiled").weft_us)
+    ranked = [found["eager"][name] for name in ("computation_us", "weft_us")]
+    assert ranked == sorted(ranked)
+    assert found["compiled"]["computation_us"] < found["eager"]["computation_us"]
+
+
+def test_computation_alone_on_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "alone.jsonl"
+    options = ["alone", "--device", "cpu", "--tokens", "16", "--modes", "eager", "--rounds", "1", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", options)
+    alone.main()
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(found) == 2 * len(training.MODELS)
+    assert all(row["us"] > 0 and row["predicted_us"] > 0 for row in found)
 
 
 def _part(name: str, start: float, end: float) -> traces.Part:

@@ -18,10 +18,30 @@ from weft.cli import main, output
 from weft.core import codec
 from weft.core.machine import load
 from weft.core.problem import Problem
+from weft.planner import plan_training
+from weft.planner.models import load_model
 from weft.report.page import write_page
 from weft.schedules import build
 
 LAYER = ["plan", "llama3-8b", "--ranks", "2", "--layer", "MLP down"]
+
+
+def test_plan_predicts_a_training_step(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "llama3-8b", "--ranks", "2", "--tokens", "8192", "--training"]
+    assert main(options) == 0
+    printed = capsys.readouterr().out
+    plan = plan_training(load_model("llama3-8b"), "h200x8", tokens=8192, ranks=2)
+    for name, step in plan.steps().items():
+        (line,) = (line for line in printed.splitlines() if line.startswith(f"{name}  "))
+        cells = (step.computation_us, step.sequential_us, step.weft_us, *step.exposed_us)
+        assert line.split()[-6:] == [*map(output.us, cells), output.share(step.hidden)]
+    assert len(plan.steps()) == 4
+    assert "keeps for the backward pass: 128.0 MiB on a rank" in printed
+    assert main([*options, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)["training"]
+    assert found == {"kept_bytes": plan.kept_bytes, "steps": codec.dump(plan.steps())}
+    assert main([*options, "--op", "matmul_reduce_scatter"]) == 2
+    assert "leave --op out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from weft.core.problem import Problem
 from weft.models.communicating import CommunicatingLayer
 from weft.models.embedding_bags import ShardedEmbeddingBags
 from weft.models.experts import MoE
+from weft.planner import plan_training
+from weft.planner.models import Model, operator_calls
 from weft.report.overlap import OverlapReport, ReportedCall, ReportedPlace, _is_of
 
 
@@ -58,8 +61,52 @@ def test_text_has_time_gain_and_share(report: OverlapReport) -> None:
     report_lines = str(report).splitlines()
     assert "shard_p2p 1000 us, 1.25x sequential, 0.94 of the predicted ideal (fastest of 8 <b>)" in report_lines[2]
     assert report_lines[3].endswith("flag_gated:1 42 us (fastest of 8 <b>)")
-    assert report_lines[-1].strip() == "not called yet"
+    assert report_lines[-2].strip() == "not called yet"
+    assert report_lines[-1] == "all calls with 8,192 rows, forward and backward, each once: 11.4 ms measured"
     assert sum(line.strip() == "not called yet" for line in report_lines) == 1
+
+
+def test_sums_of_predicted_and_measured_times_and_of_memory() -> None:
+    first = _called("shard_p2p", 1000.0, predicted_us=900.0, kept_bytes=2**20), _called("flag_gated:1", 42.0, predicted_us=58.0)
+    report = OverlapReport(model="Llama", places=(_place(2, *first), _place(3, *first[:1])), machine="h200x8")
+    lines = str(report).splitlines()
+    assert "shard_p2p 1000 us (900 us predicted)" in lines[2]
+    assert report.step_us(8192) == (2 * 958.0 + 3 * 900.0, 2 * 1042.0 + 3 * 1000.0)
+    times = "4.62 ms predicted on h200x8, 5.08 ms measured, 0.91 of it predicted"
+    kept = "gathered inputs kept for the backward pass: 5.0 MiB of memory on a rank"
+    assert lines[-2:] == [f"all calls with 8,192 rows, forward and backward, each once: {times}", kept]
+    assert kept in report.html()
+    unknown = OverlapReport(model="Llama", places=(*report.places, _place(1, _called("sequential", None))))
+    assert unknown.step_us(8192) == (None, None)
+
+
+LAYER = Model(name="tiny", source="", hidden=64, heads=4, kv_heads=4, head_dim=16, intermediate=96)
+
+
+def _trained_layer() -> OverlapReport:
+    """The report of a layer whose calls are the planner's, after a training step on CPUs that are to be predicted as H200s."""
+    names = {"qkv": (64, 192), "out": (64, 64), "gate_up": (64, 192), "down": (96, 64)}
+    model = nn.ModuleDict({name: nn.Linear(*sizes, bias=False) for name, sizes in names.items()})
+    columns = weft.ColwiseParallel(input_layouts=Shard(0), schedule="planned")
+    rows = weft.RowwiseParallel(output_layouts=Shard(0), schedule="planned")
+    plan = {"qkv": columns, "out": rows, "gate_up": columns, "down": rows}
+    parallelize_module(model, dist.init_device_mesh("cpu", (2,)), plan)
+    x = torch.randn(32, 64, requires_grad=True)
+    seen = model["out"](model["qkv"](x)[:, :32].contiguous())
+    model["down"](model["gate_up"](seen)[:, :48].contiguous()).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_MACHINE", "h200x8")
+        return weft.overlap_report(model)
+
+
+def test_the_report_and_the_plan_of_a_training_step_agree(ranks: RankFixture) -> None:
+    calls = [replace(call, weights=1) for call in operator_calls(LAYER)]
+    plan = plan_training(replace(LAYER, read=tuple(calls)), "h200x8", tokens=64, ranks=2, dtype="float32")
+    planned = sum(one.forward.chosen.predicted_us + one.backward.chosen.predicted_us for one in plan.calls)
+    for report in ranks(2).run(_trained_layer):
+        assert report.step_us(64) == (pytest.approx(planned), None)
+        assert report.kept_bytes == plan.kept_bytes == 2 * 64 * 64 * 4
+        assert "predicted on h200x8" in str(report)
 
 
 def test_page_has_the_same_and_no_markup_of_names(report: OverlapReport) -> None:
@@ -214,7 +261,11 @@ def test_a_forward_is_no_others_backward(ranks: RankFixture) -> None:
         assert up[-2:] == ["1 x down: matmul_reduce_scatter; overlapped", "not called yet"]
         assert [line.split()[0] for line in both] == ["ModuleDict:", "1", "all_gather_matmul", "1", "matmul_reduce_scatter"]
         assert sorted(line.split()[0] for line in back[2:4]) == ["all_gather_matmul", "matmul_reduce_scatter"]
-        assert sorted(line.split()[0] for line in back[5:]) == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert back[4] == "keeps its gathered input for the backward pass: 1 x 0.00024 MiB of memory on a rank", (
+            "8 x 8 x 4 bytes"
+        )
+        assert sorted(line.split()[0] for line in back[6:8]) == ["all_gather_matmul", "matmul_reduce_scatter"]
+        assert back[8:] == ["gathered inputs kept for the backward pass: 0.00024 MiB of memory on a rank"]
 
 
 def _training() -> list[list[str]]:
@@ -239,13 +290,13 @@ def test_calls_of_a_backward_pass_are_reported_when_it_has_run(ranks: RankFixtur
     for first, second, back in ranks(2).run(_training):
         assert first == second
         assert [line.split()[0] for line in first if "M=" in line] == ["all_gather_matmul", "matmul_reduce_scatter"]
-        assert first[-1] == "not called yet"
+        assert first[-2] == "not called yet"
         assert sorted(line.split()[0] for line in back if "M=" in line) == [
             *["all_gather_matmul"] * 2,
             "matmul_all_reduce",
             *["matmul_reduce_scatter"] * 2,
         ]
-        assert back[-1].startswith("matmul_all_reduce M=4")
+        assert back[-2].startswith("matmul_all_reduce M=4")
 
 
 def _mixed_styles() -> list[str]:

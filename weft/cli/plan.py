@@ -17,6 +17,8 @@ from weft.report.words import count, judge_plan
 
 if TYPE_CHECKING:
     from weft.core.machine import Machine
+    from weft.core.problem import DType
+    from weft.planner import TrainingPlan
     from weft.planner.explanation import Explanation
     from weft.planner.models import Model
 
@@ -64,6 +66,10 @@ def command(
     why: Annotated[
         bool, typer.Option("--why", help="Explain each choice: its time in parts, its losses, and what would change it.")
     ] = False,
+    training: Annotated[
+        bool,
+        typer.Option("--training", help="Also predict a training step of a layer, forward and backward."),
+    ] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Also print every candidate's time, sizes, all notes and a timeline.")
     ] = False,
@@ -95,6 +101,8 @@ def command(
     result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     _check_heads(sizes, ranks)
     ranks = ranks or target.world_size
+    given = {"--op": op, "--layer": layer, "--schedule": only, f"--dtype {dtype}": scaling}
+    step = _plan_training(sizes, target, tokens, ranks, result, given) if training else None
     from weft.planner import plan
 
     plans: list[tables.LayerPlan] = []
@@ -109,14 +117,26 @@ def command(
     dtypes = result if scaling is None else f"{scaling}, to {result}"
     files = _write(sizes, target, tokens, dtypes, plans, report, save, trace)  # before printing: a pipe's reader may close it
     if json is not None:
-        if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons))):
+        if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons, step))):
             return
         files.append(json)
     counts = [one.layers or sizes.layers for one in layers]
     setting = f"{target.description}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
-    _show(sizes, setting, plans, counts, reasons, every=every)
+    _show(sizes, setting, plans, counts, reasons, step, every=every)
     for path in files:
         print(f"wrote {path}")
+
+
+def _plan_training(
+    model: Model, machine: Machine, tokens: int, ranks: int, dtype: DType, given: Mapping[str, object]
+) -> TrainingPlan:
+    """Plan a training step. given: options that choose some calls, or how they run. Raises ValueError for one of them."""
+    from weft.planner import plan_training
+
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(f"--training predicts all calls of a layer, as the planner chooses them; leave {option} out")
+    return plan_training(model, machine, tokens=tokens, ranks=ranks, dtype=dtype)
 
 
 def _check_heads(model: Model, asked: int | None) -> None:
@@ -181,7 +201,11 @@ def _explain_all(machine: Machine, plans: Sequence[tables.LayerPlan], progress: 
 
 
 def _as_data(
-    model: Model, machine: Machine, plans: Sequence[tables.LayerPlan], reasons: Mapping[str, Explanation]
+    model: Model,
+    machine: Machine,
+    plans: Sequence[tables.LayerPlan],
+    reasons: Mapping[str, Explanation],
+    step: TrainingPlan | None,
 ) -> dict[str, object]:
     why = {
         layer: {
@@ -209,6 +233,7 @@ def _as_data(
         "notes": list(model.notes),
         "uncovered": codec.dump(model.uncovered),
         **({"why": why} if reasons else {}),
+        **({"training": {"kept_bytes": step.kept_bytes, "steps": codec.dump(step.steps())}} if step is not None else {}),
     }
 
 
@@ -218,6 +243,7 @@ def _show(
     plans: Sequence[tables.LayerPlan],
     counts: Sequence[int],
     reasons: Mapping[str, Explanation],
+    step: TrainingPlan | None,
     *,
     every: bool,
 ) -> None:
@@ -226,6 +252,8 @@ def _show(
     out.print(str(model))
     if plans:
         tables.print_answer(out, setting, plans, counts)
+    if step is not None:
+        tables.print_training(out, step)
     others = [place for place in model.places if not place.operators or place.backward_only]
     if others:
         out.print("weft.parallelize also communicates here, without overlap in the forward pass:")

@@ -16,11 +16,12 @@ from rich.text import Text
 from weft.cli.output import print_table, share, table, us, width_of
 from weft.core.problem import RaggedProblem
 from weft.core.span import Kind, Span
-from weft.report.words import judge_plan, ms
+from weft.report.words import judge_plan, mib, ms
 from weft.schedules import VERDICTS, overlaps
 
 if TYPE_CHECKING:
     from weft.core.problem import Problem
+    from weft.planner import TrainingPlan
     from weft.planner.values import Plan
     from weft.tools.results import Run, Speeds
 
@@ -119,6 +120,17 @@ def print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts:
         for name, verdict, schedule, gain, plan in rows:
             out.print(f"{name}: {verdict}, {gain} by {schedule}: {give_reason(plan)}")
     out.print()
+
+
+def print_training(out: Console, step: TrainingPlan) -> None:
+    """Print the times of an average layer's training step, eager and compiled, with and without checkpointing."""
+    made = table("program, us", "computation alone", "sequential", "weft", "sequential exposes", "weft exposes", "hidden")
+    for name, found in step.steps().items():
+        times = (found.computation_us, found.sequential_us, found.weft_us, *found.exposed_us)
+        made.add_row(name, *map(us, times), share(found.hidden))
+    out.print("A training step of a layer, forward and backward, tokens in one sequence:", style="bold")
+    print_table(out, made)
+    out.print(f"Gathered inputs that a layer keeps for the backward pass: {mib(step.kept_bytes)} on a rank.\n")
 
 
 def give_reason(plan: Plan) -> str:

@@ -73,6 +73,15 @@ AVERAGES: Ops = ("matmul_reduce_scatter", "reduce_scatter", "all_reduce")
 """Operators that accept reduce_op="avg"."""
 GATHERS: Ops = ("all_gather_matmul", "all_to_all_matmul", "all_to_all_columns_matmul")
 """Operators that can also return the rows that they received and multiplied."""
+BACKWARD: dict[Op, Op] = {
+    "all_gather_matmul": "matmul_reduce_scatter",
+    "matmul_reduce_scatter": "all_gather_matmul",
+    "all_to_all_matmul": "matmul_all_to_all",
+    "matmul_all_to_all": "all_to_all_matmul",
+    "ragged_all_to_all_matmul": "ragged_matmul_all_to_all",
+    "ragged_matmul_all_to_all": "ragged_all_to_all_matmul",
+}
+"""The operator that communicates in an operator's backward pass, with N and K swapped. That of matmul_all_reduce is local."""
 Addend = Literal["bias", "residual"]
 SCALED_OPS: Ops = (*OPS, *RAGGED_OPS)
 """Operators whose operands may be FP8, with scales."""

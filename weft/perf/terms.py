@@ -391,7 +391,8 @@ def _burst_share(problem: Problem, burst_bytes: int) -> float:
 
 def whole_gemm_us(machine: Machine, problem: Problem) -> float:
     """Return the time of the slowest rank's computation alone: its matmul as one cuBLAS GEMM, its lookup, or the user's
-    compute_us. A collective has none. Experts are one GEMM of all rows that a rank sends."""
+    compute_us. A collective has none. Experts are one GEMM of all rows that a rank sends. The weights' gradients, if the
+    problem has them, are a GEMM for each of its products."""
     if isinstance(problem, CollectiveProblem):
         return 0.0
     if isinstance(problem, ConcurrentProblem):
@@ -407,7 +408,11 @@ def whole_gemm_us(machine: Machine, problem: Problem) -> float:
     sizes = {(problem.product_rows(rank), problem.columns(rank), problem.inner(rank)) for rank in ranks}
     if isinstance(problem, ColumnProblem) and problem.sends_columns:
         sizes = {(problem.m, problem.n, problem.k)}  # before columns for each rank are laid together
-    return max(gemm_us(machine, m, n, k, problem.rate_name, problem.itemsize) for m, n, k in sizes)
+    whole_us = max(gemm_us(machine, m, n, k, problem.rate_name, problem.itemsize) for m, n, k in sizes)
+    if not problem.weight_gradients:
+        return whole_us
+    products = problem.products
+    return whole_us + products * max(gemm_us(machine, k // products, n, m, problem.rate_name) for m, n, k in sizes)
 
 
 def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
@@ -426,13 +431,15 @@ def alone_us(problem: ConcurrentProblem, machine: Machine) -> tuple[float, ...]:
 
 
 def whole_collective_us(machine: Machine, problem: Problem) -> float:
-    """Return the time of the problem's NCCL collectives alone, without copies of received columns."""
+    """Return the time of the problem's NCCL collectives alone, without copies of received columns. The gradients of weights
+    need an all-gather if ranks have their shards of x."""
     if isinstance(problem, ConcurrentProblem):
         return sum(alone_us(problem, machine))
     whole = -(-problem.m * problem.n * problem.itemsize // problem.world_size)
     shard_bytes = whole if problem.op == "matmul_all_reduce" else problem.shard_bytes
     op = COLLECTIVES[problem.op].removesuffix("_columns")
-    return collective_us(machine, op, shard_bytes, problem.world_size, problem.nodes)
+    ops = (op, "all_gather") if problem.weight_gradients == "shard" else (op,)
+    return sum(collective_us(machine, each, shard_bytes, problem.world_size, problem.nodes) for each in ops)
 
 
 def taken_sms(machine: Machine, kind: LaneKind) -> int:

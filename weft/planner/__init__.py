@@ -4,6 +4,7 @@
 
     choose.py  values.py                         candidates, their predicted times, the fastest
     explain.py  explanation.py                   the reason in a sentence; a detailed explanation
+    training.py                                  a training step of a layer: its calls, and everything else
     shortlist.py                                 the schedules of a ConcurrentProblem that are worth measuring
     simulated.py  signature.py  sizes.py         one schedule simulated; its losses; static sizes to compare them with
 """
@@ -17,10 +18,19 @@ from weft.core.lazy import lazy_names
 if TYPE_CHECKING:
     from weft.perf.ranking import heuristic
     from weft.planner.choose import plan
+    from weft.planner.training import StepTimes, TrainingPlan, plan_training
     from weft.planner.values import Candidate, Plan
 
-_HOMES = {"Candidate": "values", "Plan": "values", "heuristic": "weft.perf.ranking", "plan": "choose"}
+_HOMES = {
+    "Candidate": "values",
+    "Plan": "values",
+    "StepTimes": "training",
+    "TrainingPlan": "training",
+    "heuristic": "weft.perf.ranking",
+    "plan": "choose",
+    "plan_training": "training",
+}
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)
 """Import planning on first use: it needs the simulator with numpy and simpy. The models do not need them."""
 
-__all__ = ["Candidate", "Plan", "heuristic", "plan"]
+__all__ = ["Candidate", "Plan", "StepTimes", "TrainingPlan", "heuristic", "plan", "plan_training"]

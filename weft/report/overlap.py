@@ -5,27 +5,32 @@
 
 A place stands for communicating layers that are the same in several blocks of the model. The report reads the calls that the
 process group's operators have run and measured (weft.choices). It matches problems to places by their sizes, the requested
-schedule, and the calls that each place has recorded, forward and backward. The page has no scripts and charts.
+schedule, and the calls that each place has recorded, forward and backward. It predicts them as the planner does
+(weft.planner.training). The page has no scripts and charts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import nn
 
 from weft import schedules
 from weft.core.errors import require
-from weft.core.problem import REDUCTIONS, Op, Problem
+from weft.core.machine import Machine
+from weft.core.problem import BACKWARD, REDUCTIONS, Op, Problem
+from weft.core.schedule import Schedule
 from weft.models.communicating import CommunicatingLayer, LayerCalls, layers_of_places, recorded_layers
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.report.html import html_page, join, table, tag
-from weft.report.words import percent
+from weft.report.words import mib, ms, percent
 from weft.runtime.autotune import Choice
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
@@ -52,6 +57,10 @@ class ReportedCall:
     ideal_us: float | None = None
     """The larger of the predicted times of the matmul alone and the collective alone; None if weft has no profile of this
     machine."""
+    predicted_us: float | None = None
+    """The planner's time for this schedule; None if weft has no profile with as many GPUs."""
+    kept_bytes: int = 0
+    """The memory of a rank for the gathered input that the call keeps for the backward pass."""
 
     @property
     def share_of_ideal(self) -> float | None:
@@ -76,6 +85,11 @@ class ReportedPlace:
         ran = self.layer.ran
         would_be_known = bool(self.layer.n) or (ran is not None and not ran.compiled)
         return self.layer.overlapped and would_be_known and not self.calls
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of a rank for the gathered inputs that all these layers keep for the backward pass, with the most rows."""
+        return self.count * max((call.kept_bytes for call in self.calls), default=0)
 
     @property
     def verdict(self) -> str:
@@ -108,6 +122,9 @@ def describe_place(place: ReportedPlace) -> Iterator[str]:
     yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, parts))}"
     for call in place.calls:
         yield f"         {' '.join(_words_of_call(call))}"
+    if place.kept_bytes:
+        each = f"{place.count} x {mib(place.kept_bytes / place.count)}"
+        yield f"         keeps its gathered input for the backward pass: {each} of memory on a rank"
     if place.awaits_first_call:
         yield "         not called yet"
 
@@ -115,30 +132,35 @@ def describe_place(place: ReportedPlace) -> Iterator[str]:
 def _words_of_call(call: ReportedCall) -> Sequence[str]:
     """Return the operator, its rows, its schedule, its time with comparisons, and the reason for the schedule."""
     time = f"{call.measured_us:.0f} us" if call.measured_us else "not measured"
+    time += f" ({call.predicted_us:.0f} us predicted)" if call.predicted_us else ""
     gain = f"{call.sequential_us / call.measured_us:.2f}x sequential" if call.measured_us and call.sequential_us else ""
     share = f"{call.share_of_ideal:.2f} of the predicted ideal" if call.share_of_ideal else ""
     return call.op, f"M={call.rows}", call.spec, ", ".join(filter(None, (time, gain, share))), f"({call.why})"
 
 
-_HEADS = ("place", "times", "verdict", "operator", "rows", "schedule", "time, us", "sequential, us", "of the ideal", "why")
+_HEADS = (
+    *("place", "times", "verdict", "operator", "rows", "schedule", "time, us", "predicted, us", "sequential, us"),
+    *("of the ideal", "kept, MiB", "why"),
+)
 _WORDS = (
     "Times were measured when a schedule was chosen, at the first call of a size; so was the sequential program. The ideal, "
-    "the larger of the matmul alone and the collective alone, is predicted for this machine; 100 % hides one of the two wholly."
+    "the larger of the matmul alone and the collective alone, is predicted for this machine; 100 % hides one of them wholly. "
+    "Kept is the memory of a rank for the gathered input that each of these layers keeps for the backward pass."
 )
 
 
-def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace]) -> str:
-    """Return the page as HTML. lead: the sentence below the model's name."""
+def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace], sums: Sequence[str]) -> str:
+    """Return the page as HTML. lead: the sentence below the model's name. sums: sentences about all places together."""
     rows = [row for place in places for row in _rows(place)]
     header = tag("header", tag("h1", model), tag("p", lead, class_="lead"))
-    places_table = table("Places, and the problems that each has run", _HEADS, rows, words=(0, 2, 3, 5, 9))
-    return html_page(headline, header, tag("section", tag("p", _WORDS), places_table))
+    places_table = table("Places, and the problems that each has run", _HEADS, rows, words=(0, 2, 3, 5, 11))
+    return html_page(headline, header, tag("section", *(tag("p", words) for words in (_WORDS, *sums)), places_table))
 
 
 def _rows(place: ReportedPlace) -> Iterator[tuple[str, ...]]:
     verdict = tag("span", place.verdict, class_="right" if place.overlapped else "wrong")
     said = "; ".join(filter(None, (place.layer.reason, "not called yet" if place.awaits_first_call else "")))
-    yield place.layer.name, str(place.count), verdict, ", ".join(place.layer.operators), *[""] * 5, said
+    yield place.layer.name, str(place.count), verdict, ", ".join(place.layer.operators), *[""] * 7, said
     for call in place.calls:
         yield "", "", "", *_cells(call)
 
@@ -151,15 +173,16 @@ def _cells(call: ReportedCall) -> tuple[str, ...]:
         if call.share_of_ideal is None
         else join([tag("meter", value=f"{min(1.0, call.share_of_ideal):.2f}"), f" {percent(call.share_of_ideal)}"])
     )
-    return call.op, f"{call.rows:,}", call.spec, _us(call.measured_us), _us(call.sequential_us) + gain, share, call.why
+    predicted = "" if call.predicted_us is None else _us(call.predicted_us)
+    times = _us(call.measured_us), predicted, _us(call.sequential_us) + gain
+    kept = f"{call.kept_bytes / 2**20:,.1f}" if call.kept_bytes else ""
+    return call.op, f"{call.rows:,}", call.spec, *times, share, kept, call.why
 
 
 def _us(us: float | None) -> str:
     return "not measured" if us is None else f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
 
 
-_BACKWARD: dict[str, Op] = {"all_gather_matmul": "matmul_reduce_scatter", "matmul_reduce_scatter": "all_gather_matmul"}
-"""The operator that communicates in an operator's backward pass. The one of matmul_all_reduce is local."""
 _BY_SPLITS = "by splits"
 """Stands for a schedule if only the device knows how many rows go to each rank. One kernel stores results as it multiplies."""
 
@@ -170,6 +193,35 @@ class OverlapReport:
 
     model: str
     places: tuple[ReportedPlace, ...]
+    machine: str = ""
+    """The name of the profile by which times are predicted; "" if weft has none."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """The memory of a rank for all gathered inputs that are kept for the backward pass."""
+        return sum(place.kept_bytes for place in self.places)
+
+    def step_us(self, rows: int) -> tuple[float | None, float | None]:
+        """Return the predicted and the measured time of all calls with this number of rows, each once for each of its layers.
+
+        With one number of rows, and without checkpointing, they are the calls of a training step. A time is None if that of one
+        call is unknown."""
+        calls = [(place.count, call) for place in self.places for call in place.calls if call.rows == rows]
+        predicted = [None if call.predicted_us is None else count * call.predicted_us for count, call in calls]
+        measured = [None if call.measured_us is None else count * call.measured_us for count, call in calls]
+        return _total(predicted), _total(measured)
+
+    def _sums(self) -> Iterator[str]:
+        """Yield sentences about all places together."""
+        for rows in sorted({call.rows for place in self.places for call in place.calls}):
+            predicted, measured = self.step_us(rows)
+            times = [] if predicted is None else [f"{ms(predicted)} ms predicted on {self.machine}"]
+            times += [] if measured is None else [f"{ms(measured)} ms measured"]
+            times += [f"{predicted / measured:.2f} of it predicted"] if predicted and measured else []
+            if times:
+                yield f"all calls with {rows:,} rows, forward and backward, each once: {', '.join(times)}"
+        if self.kept_bytes:
+            yield f"gathered inputs kept for the backward pass: {mib(self.kept_bytes)} of memory on a rank"
 
     @property
     def total(self) -> int:
@@ -183,7 +235,7 @@ class OverlapReport:
         return sum(place.count for place in self.places if place.verdict == verdict)
 
     def __str__(self) -> str:
-        return "\n".join([self.headline, *(line for place in self.places for line in describe_place(place))])
+        return "\n".join([self.headline, *(line for place in self.places for line in describe_place(place)), *self._sums()])
 
     @property
     def headline(self) -> str:
@@ -199,11 +251,16 @@ class OverlapReport:
 
     def html(self) -> str:
         """Return the report as an HTML page without scripts."""
-        return page(self.model, self.headline, self.counted, self.places)
+        return page(self.model, self.headline, self.counted, self.places, tuple(self._sums()))
 
     def write(self, path: str | Path) -> None:
         """Write the HTML page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
+
+
+def _total(times: Sequence[float | None]) -> float | None:
+    known = [us for us in times if us is not None]
+    return sum(known) if known and len(known) == len(times) else None
 
 
 def overlap_report(model: nn.Module) -> OverlapReport:
@@ -226,9 +283,19 @@ def overlap_report(model: nn.Module) -> OverlapReport:
     places = []
     for place, same in found.items():
         layer = replace(place, ran=_merge_calls(same))
-        # Problems that look the same in the report, because they differ only in their dtype for example, are one line.
-        places.append(ReportedPlace(layer=layer, count=len(same), calls=tuple(dict.fromkeys(_find_calls(layer, device)))))
-    return OverlapReport(model=type(model).__name__, places=tuple(places))
+        places.append(ReportedPlace(layer=layer, count=len(same), calls=tuple(_merge_lines(_find_calls(layer, device)))))
+    predicts = any(call.predicted_us is not None for place in places for call in place.calls)
+    return OverlapReport(model=type(model).__name__, places=tuple(places), machine=profile_for(device).name if predicts else "")
+
+
+def _merge_lines(calls: Iterable[ReportedCall]) -> Iterable[ReportedCall]:
+    """Return problems that look the same in the report as one line, for example if they differ only in their dtype, or in that
+    some calls keep their gathered input."""
+    found: dict[ReportedCall, ReportedCall] = {}
+    for call in calls:
+        line = replace(call, kept_bytes=0)
+        found[line] = max(found.get(line, call), call, key=lambda one: one.kept_bytes)
+    return found.values()
 
 
 def _merge_calls(layers: Sequence[CommunicatingLayer]) -> LayerCalls | None:
@@ -255,7 +322,9 @@ def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[Rep
             continue
         if _was_asked(asked, spec, problem, layer, choices.get(problem)):
             seen.add((problem, spec))
-            yield _describe_call(problem, spec, choices.get(problem), device)
+            keeps = problem.op in layer.operators and not layer.backward_only
+            own = asked.startswith("value:")
+            yield _describe_call(schedule, choices.get(problem), device, own=own, keeps=keeps)
 
 
 def _find_calls_by_splits(layer: CommunicatingLayer, device: torch.device) -> Iterator[ReportedCall]:
@@ -281,7 +350,7 @@ def _is_of(problem: Problem, asked: str, layer: CommunicatingLayer) -> bool:
     served = partial(serves if asked == "auto" else _has_rows, problem)
     if layer.ran is not None and not layer.ran.may_have(problem.op, served):
         return False
-    if problem.op not in {*layer.operators, *(_BACKWARD.get(operator) for operator in layer.operators)}:
+    if problem.op not in {*layer.operators, *(BACKWARD.get(cast(Op, operator)) for operator in layer.operators)}:
         return False
     straight = (problem.op in REDUCTIONS) == (layer.operators[0] in REDUCTIONS)
     size = (problem.n, problem.k) if straight else (problem.k, problem.n)
@@ -292,8 +361,12 @@ def _has_rows(problem: Problem, rows: int) -> bool:
     return problem.m == rows
 
 
-def _describe_call(problem: Problem, spec: str, choice: Choice | None, device: torch.device) -> ReportedCall:
+def _describe_call(schedule: Schedule, choice: Choice | None, device: torch.device, *, own: bool, keeps: bool) -> ReportedCall:
+    from weft.planner.training import kept_bytes, predict_call_us  # the simulator's packages are needed here alone
+
+    problem, spec = schedule.problem, schedules.spec(schedule.name, schedule.chunks)
     chosen = choice is not None and choice.spec == spec
+    profile = _profile(problem, device)
     us = choice.us if choice is not None and chosen else {}
     return ReportedCall(
         op=problem.op,
@@ -302,7 +375,9 @@ def _describe_call(problem: Problem, spec: str, choice: Choice | None, device: t
         why=_explain_choice(choice) if choice is not None and chosen else "asked for",
         measured_us=us.get(spec),
         sequential_us=us.get("sequential"),
-        ideal_us=_predict_ideal_us(problem, device),
+        ideal_us=None if profile is None else max(whole_gemm_us(profile, problem), whole_collective_us(profile, problem)),
+        predicted_us=None if profile is None else predict_call_us(schedule, profile, own=own),
+        kept_bytes=kept_bytes(problem) if keeps else 0,
     )
 
 
@@ -314,12 +389,16 @@ def _explain_choice(choice: Choice) -> str:
     return f"fastest of {len(choice.measurements)} measured" if choice.measurements else "predicted"
 
 
-def _predict_ideal_us(problem: Problem, device: torch.device) -> float | None:
-    if device.type != "cuda":
+def _profile(problem: Problem, device: torch.device) -> Machine | None:
+    """Return the machine profile by which the planner chooses; None if it lacks data for the problem.
+
+    Calls on CPUs are predicted only for a machine that WEFT_MACHINE names."""
+    if device.type != "cuda" and not os.environ.get("WEFT_MACHINE"):
         return None
     try:
         profile = profile_for(device, ranks_of_a_host(problem))
         profile.require_for(problem)
+        profile.tflops(problem.rate_name)
     except ValueError:
         return None
-    return max(whole_gemm_us(profile, problem), whole_collective_us(profile, problem))
+    return profile

@@ -62,6 +62,16 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def mib(nbytes: float) -> str:
+    """Return bytes as MiB.
+
+    >>> mib(256), mib(1.5 * 2**20), mib(2**34)
+    ('0.00024 MiB', '1.5 MiB', '16,384.0 MiB')
+    """
+    number = nbytes / 2**20
+    return f"{number:,.1f} MiB" if number >= 1 else f"{number:.2g} MiB"
+
+
 def sizes(problem: Problem) -> str:
     """Return the global M, N and K in words."""
     return f"{problem.m:,} × {problem.n:,} × {problem.k:,}"

@@ -165,7 +165,7 @@ def _attention(model: Model) -> list[OperatorCall]:
     inner = model.heads * model.head_dim
     columns = inner + 2 * model.kv_heads * model.head_dim
     return [
-        OperatorCall(name="attention QKV", op="all_gather_matmul", n=columns, k=model.hidden),
+        OperatorCall(name="attention QKV", op="all_gather_matmul", n=columns, k=model.hidden, weights=3),
         OperatorCall(name="attention out", op="matmul_reduce_scatter", n=model.hidden, k=inner),
     ]
 
@@ -173,7 +173,7 @@ def _attention(model: Model) -> list[OperatorCall]:
 def _mlp(model: Model, name: str) -> list[OperatorCall]:
     up, columns = ("gate/up", 2 * model.intermediate) if model.gated else ("up", model.intermediate)
     return [
-        OperatorCall(name=f"{name} {up}", op="all_gather_matmul", n=columns, k=model.hidden),
+        OperatorCall(name=f"{name} {up}", op="all_gather_matmul", n=columns, k=model.hidden, weights=2 if model.gated else 1),
         OperatorCall(name=f"{name} down", op="matmul_reduce_scatter", n=model.hidden, k=model.intermediate),
     ]
 

@@ -115,7 +115,7 @@ def _find_calls(block: list[LayerWeight], label: str, hidden: int, visits: int) 
     times = _visits(row, visits)
     found = [OperatorCall(name=f"{label} {one.name}", op=into[0], n=one.n, k=one.k, visits=times) for one in latent]
     if columns:
-        found.insert(0, OperatorCall(name=first, op=into[0], n=n, k=hidden, visits=times))
+        found.insert(0, OperatorCall(name=first, op=into[0], n=n, k=hidden, visits=times, weights=len(columns)))
     found.append(OperatorCall(name=last, op=into[1], n=hidden, k=row.k, visits=times))
     return found, [one for one in block if one not in (*columns, *latent, row)]
 
@@ -195,4 +195,5 @@ def _calls_at(model: Model, place: Place, places: Sequence[Place]) -> list[Opera
     name = _names(label, any(place.n == 2 * row.k for row in rows), [])[last]
     sizes = {(one.n, one.k) for one in places if one.operators[:1] == (op,) and one.module == place.module}
     name += f" N={place.n} K={place.k}" if len(sizes) > 1 else ""
-    return [OperatorCall(name=name, op=cast(Op, op), n=place.n, k=place.k, layers=place.count)]
+    shared = 1 if last else max(1, len(place.parts))
+    return [OperatorCall(name=name, op=cast(Op, op), n=place.n, k=place.k, layers=place.count, weights=shared)]

@@ -7,7 +7,7 @@ key that decides a shape, because only transformers knows the default of a missi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,12 +23,14 @@ Key = Literal["required", "optional", "unused"]
 class ModelFamily:
     """The keys of one model_type.
 
-    gated: the MLP has a gate. hidden, heads, layers, width: the names of the keys of these sizes.
+    gated: the MLP has a gate. qk_norm: queries and keys are normalised. hidden, heads, layers, width: the names of the keys of
+    these sizes.
     kv_heads, head_dim: whether the family has these keys, and whether a config must have them. Without them there are as many
     key/value heads as heads, of hidden / heads columns. experts: the keys of their number and width, if there are experts.
     """
 
     gated: bool = True
+    qk_norm: bool = False
     hidden: str = "hidden_size"
     heads: str = "num_attention_heads"
     layers: str = "num_hidden_layers"
@@ -39,23 +41,24 @@ class ModelFamily:
 
 
 LLAMA, GEMMA = ModelFamily(kv_heads="optional"), ModelFamily(head_dim="required")
+QWEN3 = replace(GEMMA, qk_norm=True)
 PLAIN: dict[str, Any] = {"gated": False, "kv_heads": "unused", "head_dim": "unused"}
 FAMILIES = {
     "llama": LLAMA,
     "granite": LLAMA,
-    "olmo2": LLAMA,
+    "olmo2": replace(LLAMA, qk_norm=True),
     "phi3": LLAMA,
     "mistral": ModelFamily(),
     "qwen2": ModelFamily(),
-    "qwen3": GEMMA,
+    "qwen3": QWEN3,
     "gemma": GEMMA,
     "gemma2": GEMMA,
-    "gemma3_text": GEMMA,
+    "gemma3_text": QWEN3,
     "gpt2": ModelFamily(hidden="n_embd", heads="n_head", layers="n_layer", width="n_inner", **PLAIN),
     "gpt_neox": ModelFamily(**PLAIN),
     "opt": ModelFamily(width="ffn_dim", **PLAIN),
     "mixtral": ModelFamily(experts=("num_local_experts", "intermediate_size")),
-    "qwen3_moe": ModelFamily(head_dim="required", experts=("num_experts", "moe_intermediate_size")),
+    "qwen3_moe": replace(QWEN3, experts=("num_experts", "moe_intermediate_size")),
 }
 """The families that are read without transformers. tests/planner/test_configs.py compares each with transformers' modules."""
 
@@ -144,6 +147,7 @@ def _by_keys(path: Path, data: dict[str, Any]) -> Model:
         head_dim=_head_dim(config, family, hidden, heads),
         intermediate=0 if experts else _width(config, family, hidden),
         gated=family.gated,
+        qk_norm=family.qk_norm,
         experts=experts,
         experts_per_token=_top_k(config, experts) if experts else 0,
         expert_intermediate=width,

@@ -68,6 +68,7 @@ def read_modules(config: Any, given: dict[str, Any], *, name: str, source: str) 
         head_dim=inner // heads if heads else 0,
         intermediate=widths.get("shared expert down", widths.get("MLP down", 0)),
         gated=any(one.name.split(" of ")[0].endswith("gate/up") for one in calls),
+        qk_norm=any(name.endswith("q_norm") for name, _ in model.named_modules()),
         experts=experts,
         experts_per_token=visits,
         expert_intermediate=widths.get("expert down + combine", 0),

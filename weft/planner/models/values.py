@@ -13,7 +13,7 @@ class OperatorCall:
     """OperatorCall is a call of weft's operator `op` in a model: its output is tokens x n, contracted over k.
 
     visits: the number of experts that each token goes to, for an all-to-all. layers: the number of layers that have this call;
-    0 means all."""
+    0 means all. weights: the number of weights that share a gathered input, such as 3 of Q, K and V, with n columns in all."""
 
     name: str
     op: Op
@@ -21,6 +21,7 @@ class OperatorCall:
     k: int
     visits: int = 1
     layers: int = 0
+    weights: int = 1
 
     def problem(self, tokens: int, world_size: int, dtype: DType, scaling: Scaling | None = None) -> Problem:
         """Return the Problem of this call for `tokens` tokens of all ranks. Raises ValueError as Problem does.
@@ -138,7 +139,7 @@ class Model:
     hidden: the width of the residual stream.
     heads, kv_heads, head_dim: the sizes of attention; 0 if the config leaves them out or layers differ.
     intermediate: the width of the dense MLP, or of the shared expert in a model with experts.
-    gated: the MLP multiplies two up-projections, as SwiGLU does.
+    gated: the MLP multiplies two up-projections, as SwiGLU does. qk_norm: queries and keys are normalised, as in Qwen 3.
     experts, experts_per_token, expert_intermediate: the sizes of a mixture of experts.
     tables, embedding_dim: the sizes of a recommendation model. pooling: the rows that a sample looks up in each table.
     read: the operator calls as read from the model's modules; empty if they follow from the sizes.
@@ -158,6 +159,7 @@ class Model:
     head_dim: int = 0
     intermediate: int = 0
     gated: bool = True
+    qk_norm: bool = False
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
