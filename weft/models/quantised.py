@@ -8,28 +8,25 @@ Weight and scales are cut together. Each product quantises its input: a scale is
 largest value of float8_e4m3fn. If the input of a row-sharded linear is quantised by row, each rank's part of a row has its own
 scale.
 
-    tokens are    columns(x, weights)                    rows(x, weight)
-    sharded       all_gather_matmul, which sends FP8     matmul_reduce_scatter
-    whole         products without communication         matmul_all_reduce
+Column linears whose tokens are whole multiply without communication. Else the operators are those of weft.models.products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.problem import FLOAT8_UNIT, SCALE_BLOCK, Recipe, split
-from weft.models.products import ProductSettings, in_one_dtype
-from weft.ops.all_reduce import matmul_all_reduce
+from weft.models.parameters import part_of
+from weft.models.products import LinearProducts, TokenExchange, in_one_dtype
 from weft.ops.common import FLOAT8
 from weft.ops.quantised_linears import quantised_linears
-from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 
 Tensor = torch.Tensor
 
@@ -45,19 +42,6 @@ class Kind(NamedTuple):
         if self.recipe == "blockwise":
             return weight
         return Shard(0 if scales.shape[1] == 1 else 1) if weight == Shard(0) else Replicate()
-
-
-class QuantisedWeight(NamedTuple):
-    """A rank's part of an FP8 weight, [n, K] or [N, k], and of its scales, in the module's layout."""
-
-    elements: Tensor
-    scales: Tensor
-    recipe: Recipe
-
-    @property
-    def scale_b(self) -> Tensor:
-        """Return the scales of weight^T, in the layout of weft.core.problem.Scaling for b."""
-        return self.scales.t() if self.recipe == "blockwise" else self.scales.reshape(1, -1)
 
 
 _KINDS = {
@@ -110,59 +94,35 @@ def check_sizes(name: str, linear: nn.Module, kind: Kind, *, row: bool, ranks: i
         )
 
 
-def columns(
-    x: Tensor,
-    weights: Sequence[QuantisedWeight],
-    biases: Sequence[Tensor | None],
-    group: dist.ProcessGroup,
-    settings: ProductSettings,
-    *,
-    dim: int = 1,
-    total: int | None = None,
-) -> list[Tensor]:
-    """Return x @ weight^T + bias for each weight, of all tokens, as weft.models.products.columns does."""
-    (x,), recipe, scales = _input(x), weights[0].recipe, [weight.scale_b for weight in weights]
-    if total is None:
-        outs = quantised_linears(x, [weight.elements for weight in weights], scales, recipe)
-    else:
-        outs = all_gather_matmul(
-            x,
-            [weight.elements.t() for weight in weights],
-            group,
-            schedule=settings.of("all_gather_matmul"),
-            gather_dim=dim,
-            rows=total,
-            scale_b=scales,
-            scale_recipe_b=_NAMES[recipe],
+@dataclass(frozen=True)
+class QuantisedProducts(LinearProducts):
+    """The products of FP8 linears of one kind. A weight is this rank's part of it, in the module's layout, and scale_b of
+    weight^T."""
+
+    kind: Kind
+    depends_on_weights_alone: ClassVar[bool] = False
+
+    def weight_of(self, linear: nn.Linear, eager: bool) -> tuple[Tensor, Tensor]:
+        scales = part_of(linear, self.kind.scales, eager=eager)
+        return super().weight_of(linear, eager), scales.t() if self.kind.recipe == "blockwise" else scales.reshape(1, -1)
+
+    def _operands(self, x: Tensor, weights: Sequence[Any]) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+        scales = [scale_b for _, scale_b in weights]
+        return (
+            _input(x),
+            [elements.t() for elements, _ in weights],
+            {"scale_b": scales, "scale_recipe_b": _NAMES[self.kind.recipe]},
         )
-    return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
+
+    def _of_whole(self, x: Tensor, weights: Sequence[Any], exchange: TokenExchange) -> list[Tensor]:
+        elements, scales = zip(*weights, strict=True)
+        return quantised_linears(_input(x), elements, scales, self.kind.recipe)
 
 
-def rows(
-    x: Tensor,
-    weight: QuantisedWeight,
-    bias: Tensor | None,
-    group: dist.ProcessGroup,
-    settings: ProductSettings,
-    *,
-    dim: int = 1,
-    scatter: bool,
-) -> Tensor:
-    """Return the sum over ranks of x @ weight^T, plus bias, as weft.models.products.rows does."""
-    (x,) = _input(x)
-    options: Any = {"scale_b": weight.scale_b, "scale_recipe_b": _NAMES[weight.recipe]}
-    if scatter:
-        options |= {"schedule": settings.of("matmul_reduce_scatter"), "scatter_dim": dim}
-        out = matmul_reduce_scatter(x, weight.elements.t(), group, **options)
-    else:
-        out = matmul_all_reduce(x, weight.elements.t(), group, schedule=settings.of("matmul_all_reduce"), **options)
-    return out if bias is None else out + bias.to(out.dtype)
-
-
-def _input(x: Tensor) -> list[Tensor]:
+def _input(x: Tensor) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         raise ValueError(
             "a linear with FP8 weights is called with an input that requires gradients, which weft has for none of FP8: call "
             "the model under torch.no_grad() or torch.inference_mode()"
         )
-    return in_one_dtype(x, [])
+    return in_one_dtype(x, [])[0]
