@@ -45,16 +45,17 @@ from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import (
     LinearProducts,
     ProductSettings,
+    QuantisedProducts,
     TokenExchange,
     backward_ops_of_columns,
     backward_ops_of_rows,
     call_of_columns,
     call_of_rows,
+    kind_of,
     ops_of_columns,
     ops_of_rows,
     with_biases,
 )
-from weft.models.quantised import QuantisedProducts, kind_of
 from weft.models.repeated import Call, RepeatedProduct
 from weft.ops.parts import gathered
 
