@@ -19,8 +19,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-from weft.ops.parts import gathered
-from weft.ops.replicated import with_summed_gradient
+from weft.ops.parts import gathered, with_summed_gradient
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import RankFailed, Ranks
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import weft
+from weft.models.blocks import whole_by_sharing
 from weft.models.linear import ColumnLinear, Distributor
-from weft.models.sharing import whole_by_sharing
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.ops import replicated
+from weft.ops import parts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -74,12 +74,12 @@ def step(alone: Any, model: Any) -> int:
 @contextmanager
 def counted() -> Iterator[list[torch.dtype]]:
     """The dtypes of the all-reduces of gradients."""
-    found, all_reduced = [], replicated.all_reduced
-    replicated.all_reduced = lambda x, *args, **options: found.append(x.dtype) or all_reduced(x, *args, **options)  # type: ignore[func-returns-value]
+    found, all_reduced = [], parts.all_reduced
+    parts.all_reduced = lambda x, *args, **options: found.append(x.dtype) or all_reduced(x, *args, **options)  # type: ignore[func-returns-value]
     try:
         yield found
     finally:
-        replicated.all_reduced = all_reduced
+        parts.all_reduced = all_reduced
 
 
 def same(alone: Any, model: Any) -> None:

@@ -15,7 +15,7 @@ from float8 import quantise
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import weft
-from weft.ops import all_reduce, all_to_all, collective, embedding, experts, quantised_linears, tensor_parallel  # noqa: F401
+from weft.ops import all_reduce, all_to_all, collective, column_parallel, embedding, experts, tensor_parallel  # noqa: F401
 from weft.ops.column_parallel import column_parallel_linears
 from weft.ops.flops import FORMULAS
 
@@ -145,7 +145,7 @@ def _scaled() -> None:
     assert _count(lambda: weft.matmul_all_to_all(a, b, **options), backward=False) == 2 * 3 * K * N
     assert _count(lambda: weft.all_to_all_matmul(a, b, **options), backward=False) == 2 * (2 - rank) * size * K * N
     x, (weight, scale) = torch.ones(3, 2, K), quantise(torch.ones(K, N), "rowwise", "b")
-    linears = quantised_linears.quantised_linears
+    linears = column_parallel.quantised_linears
     assert _count(lambda: linears(x, [weight.t()], [scale], "rowwise"), backward=False) == 2 * 6 * K * N
 
 

@@ -42,12 +42,15 @@ SCHEMAS = [
     "weft::matmul_reduce_scatter(Tensor[] factors, Tensor[] bs, str group, int rank, int world_size, SymInt unit, str "
     "schedule, str op) -> Tensor",
     "weft::quantised_linears(Tensor x, Tensor[] weights, Tensor[] scale_bs, str recipe) -> Tensor[]",
-    "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
-    "SymInt? a_rows, str limit, str schedule) -> (Tensor, Tensor)",
-    "weft::ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
-    "SymInt? a_rows, str limit, str schedule, bool return_received) -> Tensor[]",
-    "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
-    "SymInt? a_rows, str limit, str schedule) -> (Tensor, Tensor)",
+    "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, Tensor? scale_a, Tensor? scale_b, str "
+    "group, int world_size, SymInt max_rows, SymInt? a_rows, str limit, str schedule, bool return_received, str "
+    "recipe, ScalarType? output_dtype, bool use_fast_accum) -> (Tensor, Tensor)",
+    "weft::ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, Tensor? scale_a, Tensor? scale_b, str "
+    "group, int world_size, SymInt max_rows, SymInt? a_rows, str limit, str schedule, bool return_received, str "
+    "recipe, ScalarType? output_dtype, bool use_fast_accum) -> Tensor[]",
+    "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, Tensor? scale_a, Tensor? scale_b, str "
+    "group, int world_size, SymInt max_rows, SymInt? a_rows, str limit, str schedule, bool return_received, str "
+    "recipe, ScalarType? output_dtype, bool use_fast_accum) -> (Tensor, Tensor)",
     "weft::rows_of_ranks(Tensor a, str group, str limit) -> (SymInt, SymInt)",
     "weft::swiglu(Tensor hidden, Tensor counts) -> Tensor",
     "weft::swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",

@@ -140,9 +140,10 @@ def _compiled() -> None:
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, two.grad)
     group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    arguments = (case.rows[rank], case.b[rank], splits, group, size, 64, None, "", "auto", True)
+    options = (None, None, group, size, 64, None, "", "auto")
+    arguments = (case.rows[rank], case.b[rank], splits, *options, True, "", None, False)
     torch.library.opcheck(torch.ops.weft.ragged_all_to_all_matmul, arguments, test_utils=("test_schema", "test_faketensor"))
-    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), group, size, 64, None, "", "auto")
+    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), *options, False, "", None, False)
     torch.library.opcheck(torch.ops.weft.ragged_matmul_all_to_all, arguments, test_utils=("test_schema", "test_faketensor"))
 
 

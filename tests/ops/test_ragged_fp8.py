@@ -161,6 +161,10 @@ def _mistakes() -> None:
     blocks: Any = {"scale_a": torch.ones(len(a), 2), "scale_b": torch.ones(2, 2, 2)}
     with pytest.raises(ValueError, match="in halves of 112 columns; blockwise FP8 operands of a gated product need halves"):
         ragged_gated(a, b[..., :224], None, case.counts[0], 40, **blocks)
+    for operator in (weft.all_to_all_matmul, weft.matmul_all_to_all):
+        splits = good["splits"] if operator is weft.all_to_all_matmul else good["splits"].t()
+        with pytest.raises(ValueError, match="b or scale_b requires a gradient, and operators with FP8 operands have none"):
+            operator(**good | {"b": b.detach().requires_grad_(), "splits": splits})[0].sum().backward()
 
 
 def test_mistakes_are_named(ranks: RankFixture) -> None:

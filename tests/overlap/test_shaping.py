@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from weft.overlap.controls import DEVICES, occupancy, raw_kernels, shape, shaping, triton_kernels
+from weft.overlap.controls import DEVICES, occupancy, shape, shaping
 
 REGISTERS = 64
 STREAM = 7
@@ -57,8 +57,7 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     monkeypatch.setattr(triton.runtime.driver, "_active", made)
-    for module in (triton_kernels, raw_kernels, shaping):
-        monkeypatch.setattr(module, "this_device", lambda: DEVICES["H200"])
+    monkeypatch.setattr(shaping, "this_device", lambda: DEVICES["H200"])
     yield made
     _copy_kernel.device_caches.clear()
 
@@ -91,8 +90,7 @@ def test_a_triton_kernel_is_loaded_and_launched_with_more_shared_memory(driver: 
 def test_on_amd_it_is_the_same(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 work-groups of 4 wavefronts fit for their registers; a third of LDS, and a unit of 512 B more, lets 2 in."""
     driver.target = GPUTarget("hip", "gfx90a", 64)
-    for module in (triton_kernels, shaping):
-        monkeypatch.setattr(module, "this_device", lambda: DEVICES["MI250X"])
+    monkeypatch.setattr(shaping, "this_device", lambda: DEVICES["MI250X"])
     assert occupancy(_launch(_copy_kernel)).blocks == 8
     compiled = _launch(shape(_copy_kernel, blocks_per_sm=2))
     assert driver.launched[-1][3] == (4, 1, 43 * 512)
@@ -244,7 +242,7 @@ class CudaCoreDriver:
 
 def test_a_cuda_core_configuration_gets_more_and_the_limit_is_restored(driver: Driver, monkeypatch: Any) -> None:
     api = CudaCoreDriver()
-    monkeypatch.setattr(raw_kernels, "driver_api", lambda: api)
+    monkeypatch.setattr(shaping, "driver_api", lambda: api)
     attributes = SimpleNamespace(num_regs=32, shared_size_bytes=0)
     kernel, config = SimpleNamespace(attributes=attributes, handle=5, occupancy=None), Config((4, 1, 1), (128, 1, 1), 64)
     with shape(kernel, blocks_per_sm=2) as shaped:

@@ -22,7 +22,7 @@ from weft.comm.control import NOTIFIED
 from weft.comm.rank_group import RankGroup
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
-from weft.overlap.collectives import work
+from weft.overlap.collectives import calls
 from weft.runtime import cuda_resources, watchdog
 from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import PLAIN, MatmulCall
@@ -281,7 +281,7 @@ def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatc
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(PeerLost):
-        work._begin_on("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
+        calls._begin_on("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
     assert recorded == [("a", stream), ("out", stream)]
 
 

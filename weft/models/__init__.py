@@ -1,11 +1,12 @@
 """Models: styles for torch's parallelize_module, and tensor parallelism for whole models of Hugging Face.
 
 styles.py  layouts.py                        ColwiseParallel, RowwiseParallel, ...; conversion of torch's layouts to weft's
-parallelize.py  moves.py  decoder_tokens.py  weft.parallelize; a decoder's token layouts, and where they change
-tp_plan.py  transformers_tp.py                   weft.register_tp_plan, for from_pretrained; the marks of a sharded model
-linear.py  products.py                       linears that call weft's operators, and their products
+parallelize.py  blocks.py                    weft.parallelize; a layer's blocks, and which of them run whole
+decoder_tokens.py                            the layout of a decoder's tokens, and where it changes
+tp_plan.py                                   weft.register_tp_plan, for from_pretrained
+linear.py  products.py  float8.py            linears that call weft's operators, and their products
 repeated.py  parameters.py                   calls that a linear makes again; this rank's parts of its parameters
-replicas.py  sharing.py                      parameters that are whole on every rank; parameters that modules share
+replicas.py                                  parameters that are whole on every rank
 vocabulary.py                                the embedding, sharded by the vocabulary
 experts.py  expert_parallel.py               mixture of experts, and the style that shards experts over ranks
 embedding_bags.py                            embedding tables that are distributed over ranks

@@ -32,8 +32,7 @@ from weft.models.linear import (
     make_row_linear,
     why_not_linear,
 )
-from weft.models.products import ProductSettings
-from weft.models.quantised import kind_of, why_not_quantised
+from weft.models.products import ProductSettings, kind_of, why_not_quantised
 from weft.models.replicas import derived, never, replicate
 
 _LORA = ("peft.tuners.lora.layer", "Linear")

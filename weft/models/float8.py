@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from torchao.float8.float8_training_tensor import (
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
 from weft.core.problem import FLOAT8_UNIT, split
-from weft.models.products import ProductSettings, in_one_dtype
+from weft.models.products import LinearProducts, TokenExchange, in_one_dtype, with_biases
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.common import FLOAT8, make_empty_operand_after
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
@@ -80,43 +80,25 @@ class _Operand(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Float8Products:
+class Float8Products(LinearProducts):
     """The casts and products of a Float8Linear, from its config and its linear_mm_config."""
 
     config: Float8LinearConfig
     products: LinearMMConfig
+    depends_on_weights_alone: ClassVar[bool] = False
 
     def columns(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        group: dist.ProcessGroup,
-        settings: ProductSettings,
-        *,
-        dim: int,
-        total: int | None,
+        self, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], exchange: TokenExchange
     ) -> list[Tensor]:
-        """Return x @ weight^T for each weight [n, K], as weft.models.products.columns does."""
-        call = self._call(x, weights, group, settings, dim, total)
-        return list(_Columns.apply(call, in_one_dtype(x, [])[0], *weights))  # type: ignore[no-untyped-call]
+        call = self._call(x, weights, exchange)
+        return with_biases(_Columns.apply(call, in_one_dtype(x, [])[0], *weights), biases)  # type: ignore[no-untyped-call]
 
-    def rows(
-        self, x: Tensor, weight: Tensor, group: dist.ProcessGroup, settings: ProductSettings, *, dim: int, scatter: bool
-    ) -> Tensor:
-        """Return the sum over ranks of x @ weight^T, as weft.models.products.rows does."""
-        call = self._call(x, [weight], group, settings, dim, x.shape[dim] if scatter else None)
-        out: Tensor = _Rows.apply(call, in_one_dtype(x, [])[0], weight)  # type: ignore[no-untyped-call]
-        return out
+    def rows(self, x: Tensor, weight: Any, bias: Tensor | None, exchange: TokenExchange) -> Tensor:
+        call = self._call(x, [weight], exchange)
+        out = _Rows.apply(call, in_one_dtype(x, [])[0], weight)  # type: ignore[no-untyped-call]
+        return with_biases([out], [bias])[0]
 
-    def _call(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        group: dist.ProcessGroup,
-        settings: ProductSettings,
-        dim: int,
-        total: int | None,
-    ) -> _Call:
+    def _call(self, x: Tensor, weights: Sequence[Tensor], exchange: TokenExchange) -> _Call:
         """Return the settings of a call.
 
         Raises ValueError for an input that torchao's styles have cast, and for a number of tokens that FP8 does not support.
@@ -126,14 +108,16 @@ class Float8Products:
                 "the input of a Float8Linear is a Float8TrainingTensor; weft's styles cast it themselves: use "
                 "weft.SharedInput in the place of PrepareFloat8ModuleInput, and weft's styles on the linears before it"
             )
-        rows = x[..., 0].numel() if total is None else x[..., 0].numel() // max(x.shape[dim], 1) * total
+        rows = x[..., 0].numel()
+        if exchange.total is not None:
+            rows = rows // max(x.shape[exchange.dim], 1) * exchange.total
         trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
         if trained and rows % FLOAT8_UNIT and not self.products.grad_weight.emulate and self.casts(INPUT, second=True):
             raise ValueError(
                 f"a Float8Linear is called with {rows} tokens, which the weight's gradient sums over in FP8; use a multiple of "
                 f"{FLOAT8_UNIT}, or the recipe rowwise_with_gw_hp, which has that product in high precision"
             )
-        return _Call(self, settings, group, dim, total)
+        return _Call(self, exchange)
 
     def cast_config(self, role: GemmInputRole, *, second: bool) -> CastConfig:
         """Return how an operand is cast for the first, or second, of its two products."""
@@ -197,23 +181,15 @@ class Float8Products:
 
 
 class _Call(NamedTuple):
-    """The settings that the products of one call share.
-
-    total: the number of tokens of all ranks along `dim`, or None if every rank has all tokens.
-    """
-
     casts: Float8Products
-    settings: ProductSettings
-    group: dist.ProcessGroup
-    dim: int
-    total: int | None
+    exchange: TokenExchange
 
     @property
     def sharded(self) -> bool:
-        return self.total is not None
+        return self.exchange.total is not None
 
     def cast(self, *operands: _Operand) -> list[Any]:
-        return self.casts.cast(self.group, *operands)
+        return self.casts.cast(self.exchange.group, *operands)
 
     def gather_matmul(self, a: Any, bs: Sequence[Any], like: Tensor, fast: bool, *, gathered: bool) -> list[Tensor]:
         """Return all_gather(a) @ b for each b, and then the elements of the gathered a if `gathered` is True.
@@ -224,16 +200,16 @@ class _Call(NamedTuple):
         shape = (*like.shape[:-1], a.shape[1])
         pairs = [_scales(a, b, shape) for b in bs]
         options: dict[str, Any] = {
-            "schedule": self.settings.of("all_gather_matmul"),
+            "schedule": self.exchange.settings.of("all_gather_matmul"),
             "return_gathered": gathered,
-            "gather_dim": self.dim,
-            "rows": self.total,
+            "gather_dim": self.exchange.dim,
+            "rows": self.exchange.total,
             "scale_a": pairs[0][0],
             "scale_b": [scale for _, scale in pairs],
             "output_dtype": like.dtype,
             "use_fast_accum": fast,
         }
-        found = all_gather_matmul(a._data.view(shape), [_by_columns(b._data) for b in bs], self.group, **options)
+        found = all_gather_matmul(a._data.view(shape), [_by_columns(b._data) for b in bs], self.exchange.group, **options)
         return [*found[0], found[1]] if gathered else list(found)
 
     def matmul_reduce(self, a: Any, b: Any, like: Tensor, fast: bool) -> Tensor:
@@ -243,9 +219,11 @@ class _Call(NamedTuple):
         scales: Any = {"scale_a": scale_a, "scale_b": scale_b, "output_dtype": like.dtype, "use_fast_accum": fast}
         elements, columns = a._data.view(shape), _by_columns(b._data)
         if self.sharded:
-            scales |= {"schedule": self.settings.of("matmul_reduce_scatter"), "scatter_dim": self.dim}
-            return matmul_reduce_scatter(elements, columns, self.group, **scales)
-        out = matmul_all_reduce(elements, columns, self.group, schedule=self.settings.of("matmul_all_reduce"), **scales)
+            scales |= {"schedule": self.exchange.settings.of("matmul_reduce_scatter"), "scatter_dim": self.exchange.dim}
+            return matmul_reduce_scatter(elements, columns, self.exchange.group, **scales)
+        out = matmul_all_reduce(
+            elements, columns, self.exchange.group, schedule=self.exchange.settings.of("matmul_all_reduce"), **scales
+        )
         return out.view(*like.shape[:-1], out.shape[1])
 
     def all_rows(self, one: Any, like: Tensor, after: Tensor) -> Any:
@@ -260,8 +238,8 @@ class _Call(NamedTuple):
         data = one if not isinstance(one, Float8TrainingTensor) else one._data.view(torch.bfloat16)
         rows = data.view(*like.shape[:-1], data.shape[1])
         nothing = make_empty_operand_after(data.t(), after.to(data.dtype))
-        options: dict[str, Any] = {"schedule": "sequential", "gather_dim": self.dim, "rows": self.total}
-        _, found = all_gather_matmul(rows, nothing, self.group, return_gathered=True, **options)
+        options: dict[str, Any] = {"schedule": "sequential", "gather_dim": self.exchange.dim, "rows": self.exchange.total}
+        _, found = all_gather_matmul(rows, nothing, self.exchange.group, return_gathered=True, **options)
         found = found.reshape(-1, data.shape[1])
         return found if data is one else _with_elements(one, found.view(one._data.dtype))
 
@@ -276,7 +254,9 @@ class _Columns(torch.autograd.Function):
             _Operand(_matrix(x), INPUT, -1, sharded=call.sharded), *(_Operand(weight.t(), WEIGHT, 0) for weight in weights)
         )
         # With one scale, the weights' gradients need the same elements that were gathered.
-        keep = call.sharded and call.settings.keep_gathered and casts.one_scale(INPUT) and any(ctx.needs_input_grad[2:])
+        keep = (
+            call.sharded and call.exchange.settings.keep_gathered and casts.one_scale(INPUT) and any(ctx.needs_input_grad[2:])
+        )
         if call.sharded:
             outs = call.gather_matmul(x8, w8s, x, products.output.use_fast_accum, gathered=keep)
         else:

@@ -40,22 +40,22 @@ from torch.distributed.tensor.placement_types import Placement
 from weft.compat.dispatch import observed
 from weft.compat.dtensors import differentiable_dtensor_of, patch_grad_scaler
 from weft.core.problem import split
-from weft.models import quantised
 from weft.models.communicating import LayerCalls
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import (
+    LinearProducts,
     ProductSettings,
+    QuantisedProducts,
+    TokenExchange,
     backward_ops_of_columns,
     backward_ops_of_rows,
     call_of_columns,
     call_of_rows,
-    columns,
+    kind_of,
     ops_of_columns,
     ops_of_rows,
-    rows,
     with_biases,
 )
-from weft.models.quantised import QuantisedWeight, kind_of
 from weft.models.repeated import Call, RepeatedProduct
 from weft.ops.parts import gathered
 
@@ -174,23 +174,25 @@ class SharedInputLinears:
         eager, dim = not torch.compiler.is_compiling(), self.tokens.dim
         self.tokens.check()
         biases = [get_bias(member, eager) for member in members]
-        if eager and total is not None and self.settings.float8 is None and "_weft_kind" not in members[0].__dict__:
+        products = self.settings.products
+        if eager and total is not None and products.depends_on_weights_alone:
             outs = self.repeated.multiply(x, members, self._call_of, dim, total)
             if outs is not None:
                 self._watch(x, outs, dim, total)
                 return with_biases(outs, biases)
-        weights: list[Any] = [get_weight(member, eager) for member in members]
+        weights = [products.weight_of(member, eager) for member in members]
         self._record(x, dim, total, eager)
-        multiply = quantised.columns if isinstance(weights[0], QuantisedWeight) else columns
-        group = group_of(members[0], eager=eager)
-        outs = multiply(x, weights, biases, group, self.settings, dim=dim, total=total)
+        outs = products.columns(x, weights, biases, self._exchange(dim, total, eager))
         if eager:
             self._watch(x, outs, dim, total)
         return outs
 
     def _call_of(self, x: Tensor, factors: Sequence[Tensor], dim: int, total: int) -> Call:
         self._record(x, dim, total, eager=True)
-        return call_of_columns(x, factors, group_of(self.members[0], eager=True), self.settings, dim=dim, total=total)
+        return call_of_columns(x, factors, self._exchange(dim, total, eager=True))
+
+    def _exchange(self, dim: int, total: int | None, eager: bool) -> TokenExchange:
+        return TokenExchange(group_of(self.members[0], eager=eager), self.settings, dim, total)
 
     def _record(self, x: Tensor, dim: int, total: int | None, eager: bool) -> None:
         if not eager or self.ran.is_new(x.shape, dim, total, x.requires_grad, torch.is_grad_enabled()):
@@ -220,26 +222,28 @@ class RowLinear(nn.Linear):
     _weft_repeated: RepeatedProduct
 
     def forward(self, input: Tensor) -> Tensor:
-        eager, tokens, settings = not torch.compiler.is_compiling(), self._weft_tokens, self._weft_settings
+        eager, tokens, products = not torch.compiler.is_compiling(), self._weft_tokens, self._weft_settings.products
         tokens.check()
         scatter, dim = tokens.total is not None, tokens.dim
         bias = get_bias(self, eager, summed=scatter)
-        if eager and scatter and settings.float8 is None and "_weft_kind" not in self.__dict__:
+        if eager and scatter and products.depends_on_weights_alone:
             out = self._weft_repeated.multiply(input, (self,), self._call_of, dim)
             if out is not None:
                 self._watch(input, out, scatter)
                 return with_biases([out], [bias])[0]
-        weight: Any = get_weight(self, eager)
+        weight = products.weight_of(self, eager)
         self._record(input, scatter, eager)
-        multiply = quantised.rows if isinstance(weight, QuantisedWeight) else rows
-        out = multiply(input, weight, bias, group_of(self, eager=eager), settings, dim=dim, scatter=scatter)
+        out = products.rows(input, weight, bias, self._exchange(input, dim, scatter, eager))
         if eager:
             self._watch(input, out, scatter)
         return out
 
     def _call_of(self, x: Tensor, factors: Sequence[Tensor], dim: int) -> Call:
         self._record(x, True, eager=True)
-        return call_of_rows(x, factors[0], group_of(self, eager=True), self._weft_settings, dim=dim)
+        return call_of_rows(x, factors[0], self._exchange(x, dim, True, eager=True))
+
+    def _exchange(self, x: Tensor, dim: int, scatter: bool, eager: bool) -> TokenExchange:
+        return TokenExchange(group_of(self, eager=eager), self._weft_settings, dim, x.shape[dim] if scatter else None)
 
     def _record(self, x: Tensor, scatter: bool, eager: bool) -> None:
         if not eager or self._weft_ran.is_new(x.shape, scatter, torch.is_grad_enabled()):
@@ -261,16 +265,6 @@ def count_rows(x: Tensor, dim: int, total: int | None) -> int:
     if total is None:
         return prod(x.shape[:-1])
     return total * prod(x.shape[:dim]) * prod(x.shape[dim + 1 : -1])
-
-
-def get_weight(linear: nn.Linear, eager: bool) -> Tensor | QuantisedWeight:
-    """Return this rank's part of a sharded linear's weight, with its scales if it is FP8."""
-    # torch (2.13) guards compiled code by this rank's part of a DTensor alone, which linears of several widths may share. Read
-    # here, their widths become guards, too.
-    if not eager and min(linear.in_features, linear.out_features) < 0:
-        raise AssertionError(f"{linear} has no widths")
-    weight, kind = part_of(linear, "weight", eager=eager), linear.__dict__.get("_weft_kind")
-    return weight if kind is None else QuantisedWeight(weight, part_of(linear, kind.scales, eager=eager), kind.recipe)
 
 
 def get_bias(linear: nn.Linear, eager: bool, *, summed: bool = False) -> Tensor | None:
@@ -351,7 +345,9 @@ def _choose_class(
     """Return the settings of these linears' products, and the class that they get: a subclass of `kind` for Float8Linears."""
     converted = [is_float8(linear) for linear in linears]
     if not any(converted):
-        return replace(settings, float8=None), kind
+        quantised = kind_of(linears[0])
+        products = LinearProducts() if quantised is None else QuantisedProducts(quantised)
+        return replace(settings, products=products), kind
     if not all(converted):
         raise ValueError(
             "only some of the linears that share an input are Float8Linears; convert all of them to FP8 or none "
@@ -359,7 +355,7 @@ def _choose_class(
         )
     from weft.models import float8  # it imports torchao, which is optional
 
-    return replace(settings, float8=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
+    return replace(settings, products=float8.products_of(linears)), float8.of_float8(cast(Any, kind))
 
 
 def is_float8(module: nn.Module) -> bool:
@@ -373,7 +369,6 @@ def _shard_parameters(linear: nn.Linear, distribute: Distributor, weight: Placem
     if kind is not None:
         scales = linear.get_parameter(kind.scales)
         linear.register_parameter(kind.scales, distribute(scales, kind.placement(scales, weight)))
-        linear.__dict__["_weft_kind"] = kind
     linear.register_parameter("weight", distribute(linear.weight, weight))
     if linear.bias is not None:
         linear.register_parameter("bias", distribute(linear.bias, bias))

@@ -18,6 +18,7 @@ the first module is changed.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,16 +40,13 @@ from weft.models.adapters import (
     shard_row,
     wanted,
 )
-from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, why_not_block
+from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, in_several_places, whole_by_sharing, why_not_block
 from weft.models.communicating import CommunicatingLayer, record_layer
-from weft.models.decoder_tokens import DecoderTokens
+from weft.models.decoder_tokens import CutIfMany, DecoderTokens, evenly, noting_tokens, placed
 from weft.models.expert_parallel import ExpertParallel
-from weft.models.inputs import Announce
-from weft.models.layouts import ColumnsIn, ColumnsOut, LogitsOut
+from weft.models.layouts import Announce, ColumnsIn, ColumnsOut, LogitsOut
 from weft.models.linear import Distributor, InputHook, Tokens, make_column_linears, make_row_linear, why_not_linear
-from weft.models.moves import CutIfMany, evenly, noting_tokens, placed
-from weft.models.products import ProductSettings
-from weft.models.quantised import check_sizes, kind_of
+from weft.models.products import ProductSettings, check_sizes, kind_of
 from weft.models.replicas import (
     ParameterReaders,
     always,
@@ -59,9 +57,7 @@ from weft.models.replicas import (
     replicate,
     replicate_alone,
 )
-from weft.models.sharing import in_several_places, whole_by_sharing
 from weft.models.styles import describe_columns, describe_row
-from weft.models.transformers_tp import declare_tensor_parallel
 from weft.models.vocabulary import shard_embedding, why_not_embedding
 
 M = TypeVar("M", bound=nn.Module)
@@ -502,3 +498,18 @@ def _is_leaf(module: nn.Module) -> bool:
 def _no_router_logits(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if kwargs.get("output_router_logits", getattr(module.config, "output_router_logits", False)):
         raise ValueError("output_router_logits is True; with experts over ranks a router sees its rank's tokens: pass False")
+
+
+def declare_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Set the attributes by which transformers, accelerate and PEFT recognise a model that transformers has sharded.
+
+    Trainer then gives all ranks of the mesh the same batches, and does not wrap the model in DistributedDataParallel.
+    `save_pretrained`, also of PEFT's models, gathers whole tensors on all ranks, and one rank writes them. In versions without
+    these attributes nothing is set.
+    """
+    ranks, marked = mesh.size(), "_is_distributed_loading_by_transformers"
+    if ranks == 1 or not hasattr(model, marked):
+        return
+    configuration: Any = importlib.import_module("transformers.distributed.configuration_utils")
+    cast(Any, model).config.distributed_config = configuration.DistributedConfig(tp_size=ranks)
+    model.__dict__ |= {"_tp_size": ranks, "_fsdp_size": 1, "_device_mesh": mesh, marked: True}

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from weft.compat.dispatch import backward_pass
 from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, run_first, spec_of
 from weft.compat.streams import raw_stream
-from weft.ops.replicated import with_summed_gradient, with_summed_gradients
+from weft.ops.parts import with_summed_gradient, with_summed_gradients
 
 Tensor = torch.Tensor
 _PARAMETERS = "_weft_parameters"

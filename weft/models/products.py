@@ -9,30 +9,99 @@
     whole         matmul; its gradient by matmul_all_reduce          matmul_all_reduce
 
 The gradient of a row-sharded linear's bias is this rank's part of it, if tokens are sharded. The caller sums it over ranks.
+
+QuantisedProducts are for linears of FP8 checkpoints that transformers keeps in FP8, for inference:
+
+    module of transformers        weight [N, K] of FP8, and its scales            its input is quantised
+    FP8Linear                     weight_scale_inv [N / 128, K / 128]             1 x 128
+    CompressedTensorsFP8Linear    weight_scale [1, N], of compressed-tensors      by row
+
+Weight and scales are cut together. Each product quantises its input: a scale is the largest magnitude divided by 448, the
+largest value of float8_e4m3fn. If the input of a row-sharded linear is quantised by row, each rank's part of a row has its own
+scale. Column linears whose tokens are whole multiply without communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from weft import schedules
-from weft.core.problem import Op
+from weft.core.problem import FLOAT8_UNIT, SCALE_BLOCK, Op, Recipe, split
+from weft.models.parameters import part_of
 from weft.models.repeated import Call
 from weft.ops.all_reduce import matmul_all_reduce
-from weft.ops.column_parallel import column_parallel_linears
-from weft.ops.common import choose_backward_schedule
+from weft.ops.column_parallel import column_parallel_linears, quantised_linears
+from weft.ops.common import FLOAT8, choose_backward_schedule
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.runtime.choose import MODES
 
-if TYPE_CHECKING:
-    from weft.models.float8 import Float8Products
-
 Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class LinearProducts:
+    """LinearProducts multiplies in the dtype of the weights, of 16 or 32 bits. Subclasses multiply in FP8.
+
+    depends_on_weights_alone: whether a product needs no parameter of its linear but the weight, as it is.
+    """
+
+    depends_on_weights_alone: ClassVar[bool] = True
+
+    def weight_of(self, linear: nn.Linear, eager: bool) -> Any:
+        """Return this rank's part of a sharded linear's weight, as `columns` and `rows` take it."""
+        # torch (2.13) guards compiled code by this rank's part of a DTensor alone, which linears of several widths may share.
+        # Read here, their widths become guards, too.
+        if not eager and min(linear.in_features, linear.out_features) < 0:
+            raise AssertionError(f"{linear} has no widths")
+        return part_of(linear, "weight", eager=eager)
+
+    def columns(
+        self, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor | None], exchange: TokenExchange
+    ) -> list[Tensor]:
+        """Return x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each.
+
+        x: this rank's part of the tokens as torch.chunk cuts them, or all of them if the exchange has no total.
+        """
+        if exchange.total is None:
+            outs = self._of_whole(x, weights, exchange)
+        else:
+            x, factors, scales = self._operands(x, weights)
+            operator, arguments, options = call_of_columns(x, factors, exchange)
+            outs = operator(*arguments, **options, **scales)
+        return with_biases(outs, biases)
+
+    def rows(self, x: Tensor, weight: Any, bias: Tensor | None, exchange: TokenExchange) -> Tensor:
+        """Return the sum over ranks of x @ weight^T, plus bias.
+
+        It is this rank's part of the tokens, [.., m, .., N], or all of them if the exchange has no total.
+        """
+        x, (factor,), scales = self._operands(x, [weight])
+        if exchange.total is None:
+            bias, matrix = None if bias is None else bias.to(x.dtype), x[None] if x.dim() == 1 else x
+            schedule = exchange.settings.of("matmul_all_reduce")
+            out = matmul_all_reduce(matrix, factor, exchange.group, schedule=schedule, bias=bias, **scales)
+            return out[0] if x.dim() == 1 else out
+        operator, arguments, options = call_of_rows(x, factor, exchange)
+        return with_biases([operator(*arguments, **options, **scales)], [bias])[0]
+
+    def _operands(self, x: Tensor, weights: Sequence[Any]) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+        """Return x and the factors weight^T in the dtypes of the product, and the operator's options of scales."""
+        x, *weights = in_one_dtype(x, weights)
+        return x, [weight.t() for weight in weights], {}
+
+    def _of_whole(self, x: Tensor, weights: Sequence[Any], exchange: TokenExchange) -> list[Tensor]:
+        x, *weights = in_one_dtype(x, weights)
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return [torch.nn.functional.linear(x, weight) for weight in weights]
+        return column_parallel_linears(x, weights, exchange.group.group_name, exchange.settings.of("matmul_all_reduce"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +112,11 @@ class ProductSettings:
         not have that family. For other calls, `require` raises an error.
     keep_gathered: save the gathered input of a column linear for the weights' gradient, as torch's styles do. Otherwise the
         backward pass gathers it again.
-    float8: the casts and products of linears that torchao converted for FP8 training."""
+    products: how the linear multiplies."""
 
     schedule: str = "auto"
     keep_gathered: bool = True
-    float8: Float8Products | None = None
+    products: LinearProducts = field(default=LinearProducts())
 
     def __post_init__(self) -> None:
         if not isinstance(self.schedule, str):
@@ -65,25 +134,17 @@ class ProductSettings:
         return self.schedule if self.schedule in MODES else choose_backward_schedule(self.schedule, op)
 
 
-def columns(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    group: dist.ProcessGroup,
-    settings: ProductSettings,
-    *,
-    dim: int = 1,
-    total: int | None = None,
-) -> list[Tensor]:
-    """Return x @ weight^T + bias for each weight, of all tokens: [.., M, .., n] each.
+class TokenExchange(NamedTuple):
+    """An TokenExchange says how the products of one call exchange tokens.
 
-    total: M, if x has this rank's part of the tokens as torch.chunk cuts them, or None if x is whole.
+    dim: the dimension of the tokens.
+    total: the number of tokens of all ranks along `dim`, or None if every rank has all tokens.
     """
-    if settings.float8 is not None:
-        outs = settings.float8.columns(x, weights, group, settings, dim=dim, total=total)
-    else:
-        outs = _columns(*in_one_dtype(x, weights), group=group, settings=settings, dim=dim, total=total)
-    return with_biases(outs, biases)
+
+    group: dist.ProcessGroup
+    settings: ProductSettings
+    dim: int
+    total: int | None
 
 
 def with_biases(outs: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
@@ -116,61 +177,21 @@ class _AddBias(torch.autograd.Function):
         return grads[0], rows.sum(tuple(range(rows.dim() - 1)), dtype=ctx.dtype)
 
 
-def call_of_columns(
-    x: Tensor, factors: Sequence[Tensor], group: dist.ProcessGroup, settings: ProductSettings, *, dim: int, total: int
-) -> Call:
-    """Return the call that `columns` makes for a part of the tokens. factors: the transposes [K, n] of the weights."""
-    options = {
-        "schedule": settings.of("all_gather_matmul"),
-        "gather_dim": dim,
-        "rows": total,
-        "keep_gathered": settings.keep_gathered,
-    }
-    return all_gather_matmul, (x, list(factors), group), options
+def call_of_columns(x: Tensor, factors: Sequence[Tensor], exchange: TokenExchange) -> Call:
+    """Return the call of `columns` for a part of the tokens. factors: the transposes [K, n] of the weights."""
+    group, settings, dim, total = exchange
+    schedule, keep = settings.of("all_gather_matmul"), settings.keep_gathered
+    return (
+        all_gather_matmul,
+        (x, list(factors), group),
+        {"schedule": schedule, "gather_dim": dim, "rows": total, "keep_gathered": keep},
+    )
 
 
-def call_of_rows(x: Tensor, factor: Tensor, group: dist.ProcessGroup, settings: ProductSettings, *, dim: int) -> Call:
-    """Return the call that `rows` makes to scatter tokens. factor: the transpose [k, N] of the weight."""
-    options = {"schedule": settings.of("matmul_reduce_scatter"), "scatter_dim": dim}
-    return matmul_reduce_scatter, (x, factor, group), options
-
-
-def rows(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: dist.ProcessGroup,
-    settings: ProductSettings,
-    *,
-    dim: int = 1,
-    scatter: bool,
-) -> Tensor:
-    """Return the sum over ranks of x @ weight^T, plus bias.
-
-    scatter: return this rank's part of the tokens along `dim`, [.., m, .., N]. Otherwise return all of them.
-    """
-    if settings.float8 is not None:
-        out = settings.float8.rows(x, weight, group, settings, dim=dim, scatter=scatter)
-    else:
-        x, weight = in_one_dtype(x, [weight])
-        if not scatter:
-            bias = None if bias is None else bias.to(x.dtype)
-            matrix = x[None] if x.dim() == 1 else x
-            out = matmul_all_reduce(matrix, weight.t(), group, schedule=settings.of("matmul_all_reduce"), bias=bias)
-            return out[0] if x.dim() == 1 else out
-        operator, arguments, options = call_of_rows(x, weight.t(), group, settings, dim=dim)
-        out = operator(*arguments, **options)
-    return with_biases([out], [bias])[0]
-
-
-def _columns(
-    x: Tensor, *weights: Tensor, group: dist.ProcessGroup, settings: ProductSettings, dim: int, total: int | None
-) -> list[Tensor]:
-    if total is None:
-        return _of_whole(x, weights, group, settings)
-    operator, arguments, options = call_of_columns(x, [weight.t() for weight in weights], group, settings, dim=dim, total=total)
-    found: list[Tensor] = operator(*arguments, **options)
-    return found
+def call_of_rows(x: Tensor, factor: Tensor, exchange: TokenExchange) -> Call:
+    """Return the call of `rows` that scatters tokens. factor: the transpose [k, N] of the weight."""
+    options = {"schedule": exchange.settings.of("matmul_reduce_scatter"), "scatter_dim": exchange.dim}
+    return matmul_reduce_scatter, (x, factor, exchange.group), options
 
 
 def ops_of_columns(total: int | None) -> tuple[Op, ...]:
@@ -195,12 +216,6 @@ def backward_ops_of_rows(scatter: bool) -> tuple[Op, ...]:
     return ("all_gather_matmul",) if scatter and torch.is_grad_enabled() else ()
 
 
-def _of_whole(x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup, settings: ProductSettings) -> list[Tensor]:
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return [torch.nn.functional.linear(x, weight) for weight in weights]
-    return column_parallel_linears(x, weights, group.group_name, settings.of("matmul_all_reduce"))
-
-
 def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in autocast's dtype if it is on, as torch's linears do, but not on the meta device.
 
@@ -211,3 +226,100 @@ def in_one_dtype(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
         return [x, *weights]
     dtype = torch.get_autocast_dtype(kind)
     return [x.to(dtype), *(weight.to(dtype) for weight in weights)]
+
+
+class Kind(NamedTuple):
+    """A class of FP8 linears. scales: the name of the parameter with the scales."""
+
+    scales: str
+    recipe: Recipe
+
+    def placement(self, scales: Tensor, weight: Placement) -> Placement:
+        """Return the layout of the scales for a layout of the weight [N, K]."""
+        if self.recipe == "blockwise":
+            return weight
+        return Shard(0 if scales.shape[1] == 1 else 1) if weight == Shard(0) else Replicate()
+
+
+_KINDS = {
+    ("transformers.integrations.finegrained_fp8", "FP8Linear"): Kind("weight_scale_inv", "blockwise"),
+    ("transformers.integrations.compressed_tensors", "CompressedTensorsFP8Linear"): Kind("weight_scale", "rowwise"),
+}
+"""The kinds, by module and name of the class. Names are used because transformers is optional."""
+_NAMES: dict[Recipe, str] = {"rowwise": "RowWise", "blockwise": "BlockWise128x128"}
+"""Names in torch.nn.functional.ScalingType. A small b may have a single scale with either recipe, so its size cannot tell them
+apart."""
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Return the kind of an FP8 linear that is not sharded yet, or None for other modules."""
+    return _KINDS.get((type(module).__module__, type(module).__qualname__))
+
+
+def why_not_quantised(module: nn.Module, kind: Kind) -> str:
+    """Return why weft cannot multiply by a linear of this kind, or "" if it can."""
+    linear, scales = cast(Any, module), getattr(module, kind.scales)
+    if "forward" in module.__dict__:
+        return "its forward was put on the module itself"
+    if linear.weight.dtype not in FLOAT8:
+        return f"its weight is of {linear.weight.dtype}, not of FP8"
+    if scales.dtype != torch.float32:
+        return f"its {kind.scales} is of {scales.dtype}; weft multiplies by scales of float32"
+    if kind.recipe == "blockwise" and tuple(linear.block_size or ()) != (SCALE_BLOCK, SCALE_BLOCK):
+        return f"its block_size is {linear.block_size}; weft multiplies blocks of {SCALE_BLOCK} x {SCALE_BLOCK}"
+    if getattr(linear, "activation_scheme", "dynamic") != "dynamic":
+        return f"its activation_scheme is {linear.activation_scheme!r}; weft quantises by scales of the input, 'dynamic'"
+    return ""
+
+
+def check_sizes(name: str, linear: nn.Module, kind: Kind, *, row: bool, ranks: int) -> None:
+    """Raise ValueError if a linear's parts would cut a block of scales, or have sizes that FP8 products do not take.
+
+    name: the name of the linear in the model.
+    row: cut along K, the inputs. Otherwise it is cut along N, the outputs.
+    """
+    found = cast(nn.Linear, linear)
+    n, k, unit = found.out_features, found.in_features, SCALE_BLOCK if kind.recipe == "blockwise" else FLOAT8_UNIT
+    parts = [high - low for low, high in split(k if row else n, ranks)]
+    other, needed = (n, FLOAT8_UNIT) if row else (k, unit)
+    if other % needed or any(part % unit or not part for part in parts):
+        cut, whole = ("inputs", "outputs") if row else ("outputs", "inputs")
+        raise ValueError(
+            f"{name} is a {type(linear).__name__} of {k} inputs and {n} outputs, whose {cut} would be cut into {parts} on "
+            f"{ranks} ranks; with {kind.recipe} scales a part must be a multiple of {unit}, and its {whole} one of {needed}: "
+            "use a number of ranks that gives such parts, or a checkpoint that is not of FP8"
+        )
+
+
+@dataclass(frozen=True)
+class QuantisedProducts(LinearProducts):
+    """The products of FP8 linears of one kind. A weight is this rank's part of it, in the module's layout, and scale_b of
+    weight^T."""
+
+    kind: Kind
+    depends_on_weights_alone: ClassVar[bool] = False
+
+    def weight_of(self, linear: nn.Linear, eager: bool) -> tuple[Tensor, Tensor]:
+        scales = part_of(linear, self.kind.scales, eager=eager)
+        return super().weight_of(linear, eager), scales.t() if self.kind.recipe == "blockwise" else scales.reshape(1, -1)
+
+    def _operands(self, x: Tensor, weights: Sequence[Any]) -> tuple[Tensor, list[Tensor], dict[str, Any]]:
+        scales = [scale_b for _, scale_b in weights]
+        return (
+            _input(x),
+            [elements.t() for elements, _ in weights],
+            {"scale_b": scales, "scale_recipe_b": _NAMES[self.kind.recipe]},
+        )
+
+    def _of_whole(self, x: Tensor, weights: Sequence[Any], exchange: TokenExchange) -> list[Tensor]:
+        elements, scales = zip(*weights, strict=True)
+        return quantised_linears(_input(x), elements, scales, self.kind.recipe)
+
+
+def _input(x: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            "a linear with FP8 weights is called with an input that requires gradients, which weft has for none of FP8: call "
+            "the model under torch.no_grad() or torch.inference_mode()"
+        )
+    return in_one_dtype(x, [])[0]

@@ -38,8 +38,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from weft.core.errors import require
 from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
-from weft.models.inputs import Announce
-from weft.models.layouts import ColumnsOut, RowsIn, Taken, TokensOut
+from weft.models.layouts import Announce, ColumnsOut, RowsIn, Taken, TokensOut
 from weft.models.linear import (
     Distributor,
     InputHook,

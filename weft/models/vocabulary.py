@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from weft.compat.dispatch import all_reduced
 from weft.models.linear import Distributor
 from weft.models.parameters import group_of, keep_parts, part_of
-from weft.ops.replicated import with_summed_double_gradient
+from weft.ops.parts import with_summed_double_gradient
 from weft.runtime.groups import GROUPS
 
 Tensor = torch.Tensor

@@ -14,9 +14,8 @@ public function returns an OperatorRequest, which front.py runs and remembers. o
     all_to_all_columns.py     these two operators between parts of rows and parts of columns
     ragged_all_to_all.py      these two operators with splits
     embedding.py              embedding_bag_all_to_all; its arguments in embedding_arguments.py, optimizers.py for its backward
-    column_parallel.py        linears of a replicated input, for weft.models; replicated.py has such tensors' gradients
-    parts.py                  cuts and gathers of tensors that every rank has whole, for weft.models
-    quantised_linears.py      linears of a replicated input with FP8 weights, for inference
+    column_parallel.py        linears of a replicated input, also with FP8 weights, for weft.models
+    parts.py                  cuts, gathers, and sums of gradients, of tensors that every rank has whole, for weft.models
     experts.py                the operations around the matmuls of experts, for weft.models
     collective.py             a collective alone, for weft.collectives
 """
@@ -25,7 +24,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from weft.ops import collective, column_parallel, experts, quantised_linears  # noqa: F401 - saved graphs find these operators, too
+from weft.ops import collective, column_parallel, experts  # noqa: F401 - saved graphs find these operators, too
 from weft.ops.all_reduce import matmul_all_reduce
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.common import resolve_group

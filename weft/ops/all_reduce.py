@@ -34,7 +34,7 @@ from weft.ops.common import (
 )
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
-from weft.ops.replicated import with_summed_double_gradient
+from weft.ops.parts import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, refuse_several, scaled_matmul
 from weft.runtime.calls import MatmulCall, matmul_call
 

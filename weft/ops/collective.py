@@ -11,7 +11,7 @@ all_reduce        [m, ...]                 all_reduce
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,20 +56,28 @@ def default_sms(device: torch.device) -> int:
     return 2 * readable_profile(device).stores.sms
 
 
+def collective_call(
+    op: str,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    group: str,
+    schedule: str,
+    reduce_op: str,
+    staging_bytes: int | None,
+    sms: int | None,
+    **more: Any,
+) -> CollectiveCall:
+    """Return a CollectiveCall. group: its name. staging_bytes, sms: None or 0 for the default."""
+    staging_bytes, sms = staging_bytes or staging_from_environment(x.device), sms or default_sms(x.device)
+    options: dict[str, Any] = {"op": op, "reduce_op": reduce_op, "staging_bytes": staging_bytes, "sms": sms}
+    return CollectiveCall(a=x, out=out, group=group, schedule=schedule, **options, **more)
+
+
 def _run(x: torch.Tensor, options: _Options) -> CollectiveCall:
+    op, reduce_op, group, _, schedule, staging_bytes, sms = options
     with without_inference_mode():  # as results of a BoundCall, and of other operators
         out = x.new_empty(options.shape(x))
-    return CollectiveCall(
-        op=cast(Op, options.op),
-        schedule=options.schedule,
-        group=options.group,
-        a=x.contiguous(),
-        out=out,
-        fresh=True,
-        reduce_op=cast(Literal["sum", "avg"], options.reduce_op),
-        staging_bytes=options.staging_bytes or staging_from_environment(x.device),
-        sms=options.sms or default_sms(x.device),
-    )
+    return collective_call(op, x.contiguous(), out, group, schedule, reduce_op, staging_bytes, sms, fresh=True)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -67,25 +67,6 @@ def _of_received(out: Sequence[Tensor], a: Tensor, b: Tensor, *_: Any) -> Any:
     return 2 * number_of(out[1], out[0].shape[0]) * b.shape[1] * b.shape[2]
 
 
-def _of_scaled_rows(
-    out: Sequence[Tensor],
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    splits: Tensor,
-    group: str,
-    world_size: int,
-    max_rows: Any,
-    a_rows: Any,
-    limit: str,
-    schedule: str,
-    op: str,
-    *_: Any,
-) -> Any:
-    return _of_sent(out, a, b, splits) if op == "ragged_matmul_all_to_all" else _of_received(out, a, b)
-
-
 FORMULAS: Mapping[str, Formula] = {
     "all_gather_matmul": _of_several,
     "all_gather_matmul_backward": _of_both_gradients,
@@ -101,6 +82,5 @@ FORMULAS: Mapping[str, Formula] = {
     "ragged_matmul_all_to_all": _of_sent,
     "ragged_all_to_all_matmul": _of_received,
     "ragged_all_to_all_gated": _of_received,
-    "ragged_scaled_matmul": _of_scaled_rows,
 }
 """By operator, the operations of its forward."""

@@ -5,9 +5,9 @@
                                                                                       rows [max_rows, K] if asked for
     weft::ragged_all_to_all_gated(a [rows, K], b [E, K, 2 F], splits [W, E], ...)  -> out [max_rows, F], counts [E, W]:
                                                       silu(left half) * right half of that product; no backward
-    weft::ragged_scaled_matmul(a, b, scale_a [rows, s], scale_b [E, ., .], splits, ...)
-                                                   -> out, counts, then rows and their scales if asked for: any of these three
-                                                      for FP8 operands; no backward
+
+With FP8 operands each takes scale_a [rows, s] and scale_b [E, ., .], too. Received rows are then followed by their scales, and
+there is no backward.
 
 This rank has E of the experts, and there are W ranks. The counts of one operator are the splits of the other. The backward of
 each is the other one, which returns every row to its source:
@@ -36,7 +36,7 @@ from weft.core.problem import Op, Scaling
 from weft.core.schedule import Schedule
 from weft.ops.common import FLOAT8, check_operands, describe, make_empty_operand_after, resolve_group
 from weft.ops.front import OperatorRequest, public
-from weft.ops.operator import define
+from weft.ops.operator import LibraryOperator, define
 from weft.ops.scaled import ScaleAndBias, quantised, quantised_here
 from weft.ops.schema import SymInt
 from weft.runtime.calls import ScaledOperands
@@ -58,6 +58,7 @@ class _Ragged(NamedTuple):
     a_rows: the most rows that a has on any rank, the same on all ranks. None if it is not known.
     limit: the settings from which max_rows was computed, for error messages. It is "" if the caller has passed max_rows.
     schedule: the schedule as a string.
+    return_received: whether the rows that arrived, and their scales if they are FP8, are further results.
     """
 
     group: str
@@ -66,6 +67,51 @@ class _Ragged(NamedTuple):
     a_rows: SymInt | None
     limit: str
     schedule: str
+    return_received: bool
+
+
+class _Scaled(NamedTuple):
+    """_Scaled holds the options of FP8 operands, as for torch.nn.functional.scaled_mm. Without scales the recipe is ""."""
+
+    recipe: str
+    output_dtype: torch.dtype | None
+    use_fast_accum: bool
+
+
+_UNSCALED = _Scaled("", None, False)
+
+
+def _define(name: str, op: Op, *, gated: bool = False, returns: Any, **more: Any) -> LibraryOperator:
+    """Define an operator that exchanges rows. gated: its results are those of `ragged_gated`."""
+
+    def run(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        splits: torch.Tensor,
+        scale_a: torch.Tensor | None,
+        scale_b: torch.Tensor | None,
+        options: _Ragged,
+        scaled: _Scaled,
+    ) -> RaggedCall:
+        given: dict[str, Any] = options._asdict()
+        del given["world_size"]
+        if scale_b is not None:
+            names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], scaled.recipe
+            scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=scaled.use_fast_accum)
+            given["scales"] = ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype or torch.bfloat16)
+        return RaggedCall(op=op, a=a, b=b, splits=splits, gated=gated, **given)
+
+    def fake(
+        a: torch.Tensor, b: torch.Tensor, splits: Any, scale_a: Any, scale_b: Any, options: _Ragged, scaled: _Scaled
+    ) -> Any:
+        experts, _, n = b.shape
+        extents = (experts, options.world_size) if op == _DISPATCH else (options.world_size, experts)
+        out = a.new_empty(options.max_rows, n // 2 if gated else n, dtype=scaled.output_dtype)
+        received = [one.new_empty(options.max_rows, one.shape[1]) for one in (a, scale_a) if one is not None]
+        found = [out, a.new_empty(extents, dtype=torch.int32), *received * options.return_received]
+        return found if returns == list[torch.Tensor] else tuple(found)
+
+    return define(name, run, fake, returns=returns, **more)
 
 
 # How many rows ranks have.
@@ -115,38 +161,32 @@ def combine_request(
     **scales: Unpack[ScaleAndBias],
 ) -> OperatorRequest:
     """Return the OperatorRequest of matmul_all_to_all with splits. a_rows, limit: as for _Ragged."""
-    by_expert, options = _checked(_COMBINE, a, b, group, splits, max_rows, a_rows, limit, _spec(schedule))
+    by_expert, options = _checked(_COMBINE, a, b, group, splits, max_rows, a_rows, limit, _spec(schedule), False)
+    tensors, scaled = _operands(_COMBINE, a, b, by_expert, scales)
     after = _finish if b.dim() == 3 else _finish_single
-    if scales or a.dtype in FLOAT8:
-        return _scaled(_COMBINE, a, b, group, by_expert, scales, options, after)
-    return OperatorRequest(_ragged_matmul_all_to_all, (a, _grouped(b), by_expert), options, group, after=after)
+    return OperatorRequest(_ragged_matmul_all_to_all, tensors, (*options, *scaled), group, after=after)
 
 
 ragged_combine: Callable[..., Any] = public(combine_request)
 """Runs matmul_all_to_all with splits: as combine_request."""
 
 
-def _combine(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> RaggedCall:
-    return _call(_COMBINE, a, b, splits, options)
-
-
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    a, b, splits, ctx.options = inputs
+    a, b, splits, _, _, ctx.options, ctx.scaled = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(a, b, splits, output[1])
 
 
 def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    (a, b, splits, counts), options = ctx.saved_tensors, ctx.options
-    rows, home = a.shape[0], _home(a, options)
-    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, *home, True)
-    return grad_a.narrow(0, 0, rows), grouped_outer(a, received.narrow(0, 0, rows), splits.sum(1)), None
+    (a, b, splits, counts), options = _saved(ctx)
+    rows, home = a.shape[0], _home(a, options)._replace(return_received=True)
+    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, None, None, *home, *_UNSCALED)
+    return grad_a.narrow(0, 0, rows), grouped_outer(a, received.narrow(0, 0, rows), splits.sum(1)), None, None, None
 
 
-_ragged_matmul_all_to_all = define(
+_ragged_matmul_all_to_all = _define(
     "ragged_matmul_all_to_all",
-    _combine,
-    lambda a, b, splits, options: _empty(_COMBINE, a, b, options),
+    _COMBINE,
     returns=tuple[torch.Tensor, torch.Tensor],
     save=_combine_save,
     backward=_combine_backward,
@@ -170,30 +210,18 @@ def dispatch_request(
     **scales: Unpack[ScaleAndBias],
 ) -> OperatorRequest:
     """Return the OperatorRequest of all_to_all_matmul with splits. a_rows, limit: as for _Ragged."""
-    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, _spec(schedule))
-    after = _finish if b.dim() == 3 else _finish_single
-    if scales or a.dtype in FLOAT8:
-        return _scaled(_DISPATCH, a, b, group, by_rank, scales, options, after, return_received=return_received)
-    given = (*options, return_received)
-    return OperatorRequest(_ragged_all_to_all_matmul, (a, _grouped(b), by_rank), given, group, after=after)
+    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, _spec(schedule), return_received)
+    tensors, scaled = _operands(_DISPATCH, a, b, by_rank, scales)
+    given, after = (*options, *scaled), _finish if b.dim() == 3 else _finish_single
+    return OperatorRequest(_ragged_all_to_all_matmul, tensors, given, group, after=after)
 
 
 ragged_dispatch: Callable[..., Any] = public(dispatch_request)
 """Runs all_to_all_matmul with splits: as dispatch_request."""
 
 
-def _dispatch(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool) -> RaggedCall:
-    return _call(_DISPATCH, a, b, splits, options, return_received=return_received)
-
-
-def _dispatch_fake(
-    a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, return_received: bool
-) -> list[torch.Tensor]:
-    return [*_empty(_DISPATCH, a, b, options), *[a.new_empty(options.max_rows, a.shape[1])] * return_received]
-
-
 def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-    a, b, splits, ctx.options, ctx.return_received = inputs
+    a, b, splits, _, _, ctx.options, ctx.scaled = inputs
     ctx.mark_non_differentiable(outputs[1])
     # Without this, zeros would go through the whole backward if the received rows have no gradient.
     ctx.set_materialize_grads(False)
@@ -201,35 +229,30 @@ def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Te
 
 
 def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, splits, counts, *received), options = ctx.saved_tensors, ctx.options
+    (a, b, splits, counts, *received), options = _saved(ctx)
     grad = a.new_zeros(options.max_rows, b.shape[2]) if grads[0] is None else grads[0].contiguous()
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
         factors, columns = grad, b.transpose(1, 2)
-        if ctx.return_received and grads[2] is not None:
+        if options.return_received and grads[2] is not None:
             # The gradient of the received rows goes back with the rest, as a product with 1.
             eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand(b.shape[0], -1, -1)
             factors, columns = torch.cat([grad, grads[2]], 1), torch.cat([columns, eye], 1)
-        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *_home(a, options))
+        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, None, None, *_home(a, options), *_UNSCALED)
         grad_a = back.narrow(0, 0, a.shape[0])
     if ctx.needs_input_grad[1]:
         # Saving the received rows would cost max_rows x K of memory from forward to backward, so they are exchanged again by
         # default.
         if not received:
             nothing = make_empty_operand_after(b, grad if grad_a is None else grad_a)
-            again = options._replace(schedule=_backward_spec(options.schedule))
-            _, _, *received = _ragged_all_to_all_matmul(a, nothing, splits, *again, True)
+            again = options._replace(schedule=_backward_spec(options.schedule), return_received=True)
+            _, _, *received = _ragged_all_to_all_matmul(a, nothing, splits, None, None, *again, *_UNSCALED)
         grad_b = grouped_outer(received[0], grad, counts.sum(1))
-    return grad_a, grad_b, None
+    return grad_a, grad_b, None, None, None
 
 
-_ragged_all_to_all_matmul = define(
-    "ragged_all_to_all_matmul",
-    _dispatch,
-    _dispatch_fake,
-    returns=list[torch.Tensor],
-    save=_dispatch_save,
-    backward=_dispatch_backward,
+_ragged_all_to_all_matmul = _define(
+    "ragged_all_to_all_matmul", _DISPATCH, returns=list[torch.Tensor], save=_dispatch_save, backward=_dispatch_backward
 )
 
 
@@ -253,110 +276,38 @@ def ragged_gated(
     a_rows, limit: as for _Ragged.
     With blockwise scales F is a multiple of 128.
     """
-    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, "auto")
+    by_rank, options = _checked(_DISPATCH, a, b, group, splits, max_rows, a_rows, limit, "auto", False)
     if b.dim() != 3 or b.shape[2] % 2:
         raise ValueError(f"b is {describe(b)}; for a gated product it must be [experts, K, 2 F]")
-    if scales or a.dtype in FLOAT8:
-        return _scaled(_DISPATCH, a, b, group, by_rank, scales, options, _finish, gated=True)
-    return OperatorRequest(_ragged_all_to_all_gated, (a, b, by_rank), options, group, after=_finish)
+    tensors, scaled = _operands(_DISPATCH, a, b, by_rank, scales)
+    return OperatorRequest(_ragged_all_to_all_gated, tensors, (*options, *scaled), group, after=_finish)
 
 
-def _gated(a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged) -> RaggedCall:
-    return _call(_DISPATCH, a, b, splits, options, gated=True)
-
-
-_ragged_all_to_all_gated = define(
-    "ragged_all_to_all_gated",
-    _gated,
-    lambda a, b, splits, options: _empty(_DISPATCH, a, b, options, gated=True),
-    returns=tuple[torch.Tensor, torch.Tensor],
-)
-
-
-# FP8 operands.
-
-
-class _ScaledOptions(NamedTuple):
-    """_ScaledOptions holds the options of calls with FP8 operands.
-
-    op: the operator.
-    return_received, gated: options of a dispatch.
-    recipe, output_dtype, use_fast_accum: as for torch.nn.functional.scaled_mm.
-    """
-
-    op: str
-    return_received: bool
-    gated: bool
-    recipe: str
-    output_dtype: torch.dtype
-    use_fast_accum: bool
-
-
-def _scaled(
-    op: Op,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    splits: torch.Tensor,
-    scales: ScaleAndBias,
-    options: _Ragged,
-    after: Callable[[Sequence[torch.Tensor]], Any],
-    *,
-    return_received: bool = False,
-    gated: bool = False,
-) -> OperatorRequest:
-    """Check the scales, and return the OperatorRequest of the operator."""
-    if "bias" in scales:
-        raise ValueError("bias cannot be used with splits; add it to the rows that arrive")
-    of = quantised(op, a, [b], scales)
-    scale_a = of.scale_a
-    if scale_a is None:
-        a, scale_a = quantised_here(a, of.recipe)
-    scaled = (op, return_received, gated, of.recipe, of.output_dtype, of.use_fast_accum)
-    tensors = (a, _grouped(b), scale_a, _grouped(of.scale_bs[0]), splits)
-    return OperatorRequest(_ragged_scaled_matmul, tensors, (*options, *scaled), group, after=after)
-
-
-def _run_scaled(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    splits: torch.Tensor,
-    options: _Ragged,
-    scaled: _ScaledOptions,
-) -> RaggedCall:
-    op: Any = scaled.op
-    names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], scaled.recipe
-    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=scaled.use_fast_accum)
-    more = {"return_received": scaled.return_received, "gated": scaled.gated}
-    operands = ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype)
-    return _call(op, a, b, splits, options, scales=operands, **more)
-
-
-def _fake_scaled(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    splits: torch.Tensor,
-    options: _Ragged,
-    scaled: _ScaledOptions,
-) -> list[torch.Tensor]:
-    results = _empty(scaled.op, a, b, options, dtype=scaled.output_dtype, gated=scaled.gated)
-    received = [a.new_empty(options.max_rows, a.shape[1]), scale_a.new_empty(options.max_rows, scale_a.shape[1])]
-    return [*results, *received * scaled.return_received]
-
-
-_ragged_scaled_matmul = define("ragged_scaled_matmul", _run_scaled, _fake_scaled, returns=list[torch.Tensor])
+_ragged_all_to_all_gated = _define("ragged_all_to_all_gated", _DISPATCH, gated=True, returns=tuple[torch.Tensor, torch.Tensor])
 
 
 # What they share.
 
 
-def _call(op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, **more: Any) -> RaggedCall:
-    limits: dict[str, Any] = {"max_rows": options.max_rows, "a_rows": options.a_rows, "limit": options.limit}
-    return RaggedCall(op=op, group=options.group, a=a, b=b, splits=splits, schedule=options.schedule, **limits, **more)
+def _operands(
+    op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, scales: ScaleAndBias
+) -> tuple[tuple[torch.Tensor | None, ...], _Scaled]:
+    """Return an operator's tensors, and the options of their scales. Raises ValueError for scales that do not fit."""
+    if not scales and a.dtype not in FLOAT8:
+        return (a, _grouped(b), splits, None, None), _UNSCALED
+    if "bias" in scales:
+        raise ValueError("bias cannot be used with splits; add it to the rows that arrive")
+    of = quantised(op, a, [b], scales)
+    elements, scale_a = (a, of.scale_a) if of.scale_a is not None else quantised_here(a, of.recipe)
+    tensors = (elements, _grouped(b), splits, scale_a, _grouped(of.scale_bs[0]))
+    return tensors, _Scaled(of.recipe, of.output_dtype, of.use_fast_accum)
+
+
+def _saved(ctx: Any) -> tuple[Sequence[torch.Tensor], _Ragged]:
+    """Return what the forward has saved. Raises ValueError for FP8 operands, which have no gradient."""
+    if ctx.scaled.recipe:
+        raise ValueError("b or scale_b requires a gradient, and operators with FP8 operands have none; use b.detach()")
+    return ctx.saved_tensors, ctx.options
 
 
 def _finish(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -367,16 +318,6 @@ def _finish_single(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the results of a call whose b is a matrix: the counts have no dimension for experts."""
     out, counts, *received = results
     return (out, counts.flatten(), *received)
-
-
-def _empty(
-    op: str, a: torch.Tensor, b: torch.Tensor, options: _Ragged, *, dtype: torch.dtype | None = None, gated: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an empty result and empty counts. dtype: that of the result, if it is not that of a."""
-    experts, _, n = b.shape
-    extents = (experts, options.world_size) if op == _DISPATCH else (options.world_size, experts)
-    out = a.new_empty(options.max_rows, n // 2 if gated else n, dtype=dtype)
-    return out, a.new_empty(extents, dtype=torch.int32)
 
 
 def refuse_max_rows(max_rows: int | None) -> None:
@@ -401,7 +342,7 @@ def _home(a: torch.Tensor, options: _Ragged) -> _Ragged:
     Collective if the options do not contain the number of rows of a.
     """
     spec = _backward_spec(options.schedule)
-    return options._replace(max_rows=_most_rows(a, options), a_rows=options.max_rows, schedule=spec)
+    return options._replace(max_rows=_most_rows(a, options), a_rows=options.max_rows, schedule=spec, return_received=False)
 
 
 def _backward_spec(schedule: str) -> str:

@@ -17,7 +17,7 @@ A warm call replays a CUDA graph (weft.runtime.bound_call). Any other call comes
 
 The launches are prepared once, as a plain list for each lane (weft.runtime.launch_plan).
 
-Each (flag, step that waits for it) has a 32-bit word of its own (weft.runtime.flag_words). A signal writes 1 into the word of
+Each (flag, step that waits for it) has a 32-bit word of its own (weft.runtime.launches). A signal writes 1 into the word of
 each waiter, or a kernel adds one for each tile; the waiter writes 0 once it is past. The checker proves that no signal is lost.
 A wait of a stream is a memory operation, and so is a signal, which writes into the memory of the rank that waits. Neither takes
 an SM, so a kernel can never keep a flag from being raised.

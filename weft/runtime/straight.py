@@ -9,7 +9,7 @@ says why). It is one flat list of functions that enqueue the launches of one lay
     kernels              Triton's launcher, with all arguments ready except the addresses
     collectives          the process group's own function
 
-A call only fills in its addresses and views (weft.runtime.call_tensors). So the schedule `sequential` is a collective and a
+A call only fills in its addresses and views (weft.runtime.bindings). So the schedule `sequential` is a collective and a
 product. Launches that cannot be prepared are issued as on the slow path (weft.runtime.launches).
 """
 
@@ -32,7 +32,7 @@ from weft.runtime.launches import FlagOperations, IssuedCall, Launch, TorchLaunc
 class Straight:
     """A Straight enqueues the calls of one program whose tensors have the layout of these.
 
-    inputs, outputs, given: as for weft.runtime.call_tensors.CallTensors. All are aligned.
+    inputs, outputs, given: as for weft.runtime.bindings.CallTensors. All are aligned.
     """
 
     def __init__(

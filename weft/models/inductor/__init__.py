@@ -8,7 +8,7 @@ Models that torch parallelizes (parallelize_module with torch's own styles, DTen
     print(overlap.report())
 
 The pass sees each graph after autograd, so the forward and the backward pass are separate graphs. gathers.py and scatters.py
-describe the patterns that they match, graph.py reads and writes graphs, and places.py finds the source line and module of a
+describe the patterns that they match, graph.py reads and writes graphs, and finds the source line and module of a
 node. The report lists every collective that the pass leaves as it is, with the reason.
 """
 
@@ -31,8 +31,7 @@ from weft.core.problem import Op
 from weft.core.version import __version__
 from weft.models.communicating import CommunicatingLayer
 from weft.models.inductor import gathers, scatters
-from weft.models.inductor.graph import Refused, get_rank_and_size, get_shape, share_waits
-from weft.models.inductor.places import file_and_line, module_name
+from weft.models.inductor.graph import Refused, file_and_line, get_rank_and_size, get_shape, module_name, share_waits
 from weft.ops.common import schedule_to_spec
 
 _OPS: tuple[Op, ...] = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

@@ -8,9 +8,11 @@ reshapes.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -296,3 +298,23 @@ def erase_unused(nodes: Iterable[Node]) -> None:
     for node in reversed(list(graph.nodes)):
         if node in present and not node.users:
             graph.erase_node(node)
+
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def file_and_line(node: Node) -> str:
+    """Return the innermost line outside torch, as "model.py:12", or "" if it is unknown."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(path, line) for path, line in frames if not path.startswith(_TORCH)] or frames
+    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+
+
+def module_name(node: Node) -> str:
+    """Return the module of a forward's node, as "layers.0.up", or "" if it is unknown, as in a backward."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    name = str(list(stack.values())[-1][0])
+    inner = re.sub(r"^L\['\w+'\]\.?", "", name)
+    return re.sub(r"\._modules\b|^_modules\b", "", re.sub(r"\['?(\w+)'?\]", r".\1", inner)).strip(".")

@@ -14,14 +14,23 @@ Peers can write tensors of `empty` directly. Results in such tensors need no sta
 A sum adds the ranks in order, in float32, and rounds once. So every call gives the same bits, and all_reduce gives the same
 bits on every rank. All ranks of the group make the same calls in the same order.
 
-in_place.py   the first four       functional.py   the others       work.py   a running call       checks.py   arguments
+functions.py   all of these       calls.py   arguments, and running calls
 """
 
 from __future__ import annotations
 
-from weft.overlap.collectives.functional import all_gather, all_reduced, all_to_all, empty, reduce_scatter
-from weft.overlap.collectives.in_place import all_gather_into_tensor, all_reduce, all_to_all_single, reduce_scatter_tensor
-from weft.overlap.collectives.work import Work
+from weft.overlap.collectives.calls import Work
+from weft.overlap.collectives.functions import (
+    all_gather,
+    all_gather_into_tensor,
+    all_reduce,
+    all_reduced,
+    all_to_all,
+    all_to_all_single,
+    empty,
+    reduce_scatter,
+    reduce_scatter_tensor,
+)
 
 __all__ = [
     "Work",

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,8 @@ from weft.comm.texts import no_group
 from weft.core.concurrent import OpaqueCollective
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Schedule
-from weft.ops.collective import default_sms
 from weft.ops.common import DTYPES
-from weft.overlap.collectives.checks import check_pair, check_tensor, make_call, reduction
-from weft.runtime.collective_calls import staging_from_environment
+from weft.overlap.collectives.calls import CheckedOptions, check_options, check_pair, check_tensor, reduction
 from weft.runtime.groups import GROUPS
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -176,13 +174,12 @@ class _Whole(ConcurrentCollective):
     reduction: how values are summed, or None if the collective sums nothing.
     """
 
-    NAMES: ClassVar[tuple[str, str]] = ("output", "input")
     output: torch.Tensor
     input: torch.Tensor
     reduction: Literal["sum", "avg"] | None = None
 
     def _check(self, group: dist.ProcessGroup) -> None:
-        check_pair(self.op, self.output, self.input, group.rank(), group.size(), names=self.NAMES)
+        check_pair(self.op, self.output, self.input, group.rank(), group.size())
         if self.reduction is None:
             return
         object.__setattr__(self, "reduction", reduction(self.reduction, "reduction"))
@@ -226,19 +223,9 @@ class _Whole(ConcurrentCollective):
     ) -> CollectiveProblem | OpaqueCollective:
         if self.ranks.size() != world_size or not self.moves:
             return super().problem(world_size, nodes)
-        larger = max(self.tensors, key=torch.Tensor.numel)
-        op: Any = self.op
-        return CollectiveProblem(
-            op=op,
-            m=larger.numel() if self.reduction else larger.nbytes,
-            world_size=world_size,
-            dtype=DTYPES[larger.dtype] if self.reduction else "uint8",  # type: ignore[arg-type]
-            reduce_op=self.reduction or "sum",
-            nodes=nodes,
-            staging_bytes=staging_bytes or staging_from_environment(self.device),
-            sms=default_sms(self.device),
-            reachable=self._reachable and not nodes,
-        )
+        call = self._options("auto").make(self.output, self.input)
+        found = call.problem((staging_bytes or call.staging_bytes,) * world_size)
+        return replace(found, nodes=nodes, reachable=found.reachable and not nodes)
 
     def enqueue(self, group: dist.ProcessGroup, *, async_op: bool) -> dist.Work | None:
         output, given = _flat(self.output), _flat(self.input)
@@ -251,18 +238,11 @@ class _Whole(ConcurrentCollective):
         return moves(output, given, **options)  # type: ignore[no-any-return]
 
     def move(self, schedule: Schedule) -> None:
-        op: Any = self.op
-        make = make_call(
-            op,
-            self.group,
-            names=self.NAMES,
-            reduce_op=self.reduction or "sum",
-            schedule=schedule,
-            staging_bytes=None,
-            sms=None,
-        )
-        call = make(self.output, self.input)
+        call = self._options(schedule).make_checked(self.output, self.input)
         GROUPS.run(call.group, call)
+
+    def _options(self, schedule: str | Schedule) -> CheckedOptions:
+        return check_options(cast(Any, self.op), self.group, self.reduction or "sum", schedule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +257,6 @@ class AllReduce(_Whole):
     """
 
     op: ClassVar[Op] = "all_reduce"
-    NAMES: ClassVar[tuple[str, str]] = ("tensor", "tensor")
     tensor: torch.Tensor
     group: dist.ProcessGroup | None = None
     reduction: Literal["sum", "avg"] = field(default="sum", kw_only=True)

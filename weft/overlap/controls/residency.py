@@ -1,7 +1,7 @@
 """Computes how many blocks of a kernel fit on a multiprocessor, what limits them, and how much shared memory caps them.
 
-The result depends only on a table of devices. The rules are those of NVIDIA's occupancy calculator (cuda_occupancy.h of the
-CUDA toolkit), for compute capability 8.0 and later:
+The result depends only on the values of a device: of a table, or of the current one (`this_device`). The rules are those of
+NVIDIA's occupancy calculator (cuda_occupancy.h of the CUDA toolkit), for compute capability 8.0 and later:
 
     registers       are allocated to warps in units of 256; all registers of a warp are in one of four equal parts of the file
     shared memory   is allocated to blocks in units of 128 bytes, plus 1 KiB per block for the system
@@ -17,6 +17,11 @@ kernel can start in the resources that the compute kernel leaves free.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from weft.compat.streams import checked, driver_api
 
 KIB = 1024
 
@@ -208,3 +213,57 @@ def _capping_bytes(device: Multiprocessor, blocks: int) -> int | None:
     taken = (device.shared_bytes // (blocks + 1) // device.shared_unit_bytes + 1) * device.shared_unit_bytes
     asked = taken - device.shared_reserved_bytes
     return asked if taken * blocks <= device.shared_bytes and asked <= device.shared_block_bytes else None
+
+
+def this_device(index: int | None = None) -> Multiprocessor:
+    """Describe a GPU's multiprocessors. index: default, torch's current one. Raises ValueError for an unsupported
+    architecture."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"no GPU here; name a device of weft.overlap.controls.DEVICES: {', '.join(DEVICES)}")
+    return _device(torch.cuda.current_device() if index is None else index)
+
+
+@cache
+def _device(index: int) -> Multiprocessor:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        return _by_architecture(str(properties.gcnArchName).split(":")[0])
+    if properties.major < 8:
+        raise ValueError(
+            f"{properties.name} has compute capability {properties.major}.{properties.minor}; "
+            "how its multiprocessors are shared out is known for 8.0 and later"
+        )
+    return _query(index, str(properties.name), f"{properties.major}.{properties.minor}")
+
+
+def _by_architecture(name: str) -> Multiprocessor:
+    """Return the table's entry for an AMD architecture, since HIP does not report all of its values."""
+    found = next((device for device in DEVICES.values() if device.capability == name), None)
+    if found is None:
+        known = ", ".join(device.capability for device in DEVICES.values() if device.capability.startswith("gfx"))
+        raise ValueError(f"no figures of {name}; there are those of {known}")
+    return found
+
+
+def _query(index: int, name: str, capability: str) -> Multiprocessor:
+    """Describe a device by the driver's values. Allocation units, which it does not report, are those of capability 8.0 and
+    later."""
+    api = driver_api()
+    attributes, handle = api.CUdevice_attribute, checked(api.cuDeviceGet(index))
+
+    def ask(attribute: str) -> int:
+        return int(checked(api.cuDeviceGetAttribute(getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{attribute}"), handle)))
+
+    return Multiprocessor(
+        name=name,
+        capability=capability,
+        shared_bytes=ask("MAX_SHARED_MEMORY_PER_MULTIPROCESSOR"),
+        shared_block_bytes=ask("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+        shared_reserved_bytes=ask("RESERVED_SHARED_MEMORY_PER_BLOCK"),
+        threads=ask("MAX_THREADS_PER_MULTIPROCESSOR"),
+        threads_block=ask("MAX_THREADS_PER_BLOCK"),
+        blocks=ask("MAX_BLOCKS_PER_MULTIPROCESSOR"),
+        warp=ask("WARP_SIZE"),
+        registers=ask("MAX_REGISTERS_PER_MULTIPROCESSOR"),
+        registers_block=ask("MAX_REGISTERS_PER_BLOCK"),
+    )

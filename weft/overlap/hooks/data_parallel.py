@@ -10,6 +10,7 @@ end of backward: join  <---
 
 # No `from __future__ import annotations`: DistributedDataParallel compares its hook's annotations with types, not strings.
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from weft.compat.dtensors import is_part_of_a_mesh
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
+from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.ops.common import DTYPES, resolve_group
 from weft.overlap.concurrent.calls import GroupCaches, get_caches
@@ -31,9 +33,26 @@ from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
 from weft.overlap.concurrent.collectives import AllReduce
 from weft.overlap.concurrent.executor import Executor, HostExecutor
 from weft.overlap.concurrent.program import Program
-from weft.overlap.hooks.methods import check_method
+from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import PLAIN, parse
+
+
+def check_method(method: str, *, plain: str, without: Sequence[str], like: Sequence[str]) -> str:
+    """Return `method`, or `plain` for auto if WEFT_SCHEDULE is sequential.
+
+    plain: the method that PyTorch uses by itself.
+    without: the options that the framework decides. A method with one of them is a ValueError.
+    like: examples for the error.
+    """
+    require("method", method, str, "use auto, or a method such as nccl+unsharded under fully_shard, or nccl+priority")
+    if method == "auto":
+        return plain if automatic() == "sequential" else method
+    for name in without:
+        if getattr(parse(method), name):
+            raise ValueError(f"method is {method!r}; {name} is not supported here: use auto, or one like {', '.join(like)}")
+    return method
+
 
 METHODS = ("nccl", "sequential", "nccl+priority", "nccl+priority+ctas=16")
 """The planner chooses among these. `nccl` is plain NCCL. Copy engines and free SMs are not among them: with either, steps of a
