@@ -57,6 +57,10 @@ def _of(op: str, holds: Callable[[Row], bool] = lambda row: True) -> Callable[[R
     return lambda row: row.op == op and holds(row)
 
 
+def _training(model: str, tokens: int) -> Callable[[Row], bool]:
+    return lambda row: row.case.startswith(model) and f" {tokens} tokens" in row.case
+
+
 _ANY = 1 << 40
 GROUPS: tuple[Group, ...] = (
     *(
@@ -74,6 +78,15 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(name="Llama 3 70B layers, decode", file="models", holds=_of("decode")),
     Group(name="Llama 3 70B layers, prefill", file="models", holds=_of("prefill")),
+    *(
+        Group(name=f"{name}, step, {tokens} tokens", file="training", holds=_training(model, tokens))
+        for name, model, tokens in (
+            ("Llama 3 8B layers", "llama3-8b", 8192),
+            ("Llama 3 70B layers", "llama3-70b", 8192),
+            ("four models", "", 8192),
+            ("four models", "", 2048),
+        )
+    ),
     Group(name="matmuls and a collective at once", file="concurrent"),
 )
 

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 KINDS = ("sequential", "communication", "computation", "peer", "weft", "float8", "quantised")
 AUTO = "weft/auto"
-DEFAULTS = (AUTO, "weft/splits", "weft/compiled")
+DEFAULTS = (AUTO, "weft/splits", "weft/compiled", "weft/eager")
 """What a user gets who chooses nothing: the first of these that a row has. With row counts on the device there is one schedule;
-of whole models it is weft's styles, compiled."""
+of whole models it is weft's styles, compiled if they were."""
 UNOVERLAPPED = ("weft/sequential", "weft/sequential_stores")
 """weft's programs that do one thing after the other."""
 CASE = "case"

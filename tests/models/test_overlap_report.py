@@ -194,10 +194,8 @@ def _on_equal_meshes() -> list[str]:
 def test_places_on_a_mesh_like_another_have_their_calls(ranks: RankFixture) -> None:
     for report_lines in ranks(2).run(_on_equal_meshes):
         assert "not called yet" not in report_lines[0]
-        assert [line.split()[:2] for line in report_lines[2::2]] == [
-            ["all_gather_matmul", "M=8"],
-            ["matmul_reduce_scatter", "M=8"],
-        ]
+        called = [line.split()[:2] for line in report_lines]
+        assert [call for call in called if "M=8" in call] == [["all_gather_matmul", "M=8"], ["matmul_reduce_scatter", "M=8"]]
 
 
 def _chosen_by_sizes() -> list[list[str]]:

@@ -20,12 +20,12 @@ from weft.overlap.controls import (
     DEVICES,
     budget,
     comm_stream,
-    device,
     give_back,
     lane_priority,
     launch_order,
     nccl,
     nccl_group,
+    residency,
     sm_budget,
     sm_partition,
     this_device,
@@ -303,10 +303,10 @@ def test_the_device_is_what_the_driver_says(blas: Blas, monkeypatch: pytest.Monk
     api = SimpleNamespace(
         CUdevice_attribute=attributes, cuDeviceGet=lambda index: (0, index), cuDeviceGetAttribute=lambda value, _: (0, value)
     )
-    monkeypatch.setattr(device, "driver_api", lambda: api)
+    monkeypatch.setattr(residency, "driver_api", lambda: api)
     properties = SimpleNamespace(name="H200", major=9, minor=0, gcnArchName="gfx90a:sramecc+:xnack-")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    device._device.cache_clear()
+    residency._device.cache_clear()
     assert this_device() == h200
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert this_device(1) == DEVICES["MI250X"]
@@ -317,7 +317,7 @@ def test_the_device_is_what_the_driver_says(blas: Blas, monkeypatch: pytest.Monk
     properties.major = 7
     with pytest.raises(ValueError, match=r"compute capability 7\.0"):
         this_device(3)
-    device._device.cache_clear()
+    residency._device.cache_clear()
 
 
 class Nccl:
