@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo import guards
 from torch._C._functorch import TransformType, is_legacy_batchedtensor, peek_interpreter_stack
 from torch._ops import _OpNamespace
@@ -44,6 +45,16 @@ __all__ = ["all_gathered", "all_reduced", "grouped_mm", "multiplies", "tree_flat
 
 variable: Callable[[bytes], bytes | None] = os.environ._data.get  # type: ignore[attr-defined]
 """Returns a variable of the environment by its name, or None. It sees what os.environ has, also after changes."""
+
+
+SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""Packs what autograd saves, and unpacks it."""
+
+
+def recomputation_hooks() -> SavedTensorsHooks | None:
+    """Return the hooks of an activation checkpoint that computes its function again on this thread, or None."""
+    hooks: SavedTensorsHooks | None = _top_saved_tensors_default_hooks(False)
+    return hooks if hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook") else None
 
 
 def observed() -> bool:

@@ -136,5 +136,6 @@ flat_matmul_all_reduce = define(
     returns=torch.Tensor,
     save=_save,
     backward=_backward,
+    saves_results=False,
 )
 """The operator weft::matmul_all_reduce, which takes matrices."""

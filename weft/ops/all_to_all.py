@@ -188,7 +188,13 @@ def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _matmul_all_to_all = define(
-    "matmul_all_to_all", _combine, _combine_fake, returns=torch.Tensor, save=save_factors, backward=_combine_backward
+    "matmul_all_to_all",
+    _combine,
+    _combine_fake,
+    returns=torch.Tensor,
+    save=save_factors,
+    backward=_combine_backward,
+    saves_results=False,
 )
 
 

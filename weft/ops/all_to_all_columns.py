@@ -76,6 +76,7 @@ _matmul_all_to_all_columns = define(
     returns=torch.Tensor,
     save=save_factors,
     backward=_to_ranks_backward,
+    saves_results=False,
 )
 
 

@@ -25,6 +25,7 @@ import torch
 
 from weft.compat.c10d import group_named
 from weft.compat.dispatch import (
+    SavedTensorsHooks,
     apply_of,
     autocast_enabled,
     call_backward_directly,
@@ -33,6 +34,7 @@ from weft.compat.dispatch import (
     in_functional_gradient,
     is_batch_of_gradients,
     observed,
+    recomputation_hooks,
     register_flops,
     thread_state,
     tree_flatten,
@@ -73,9 +75,11 @@ class LibraryOperator:
         save: Function | None = None,
         backward: Function | None = None,
         double_backward: bool = True,
+        saves_results: bool = True,
     ) -> None:
         schema, self._count, self._places = schema_of(name, run, returns)
         self.name, self._run, self._fake, self.save = name, run, fake, save
+        self.saves_results = saves_results
         self._calls, self._has_lists = returns is not None, "int[]" in schema
         self.single, self.returns_tuple = not schema.endswith(("[]", ")")), schema.endswith(")")
         self.function: Any = type(f"weft_{name}", (_Recorded,), {})
@@ -226,6 +230,8 @@ def define(name: str, run: Function, fake: Function, **options: Any) -> LibraryO
 
     returns: what the operator returns, if `run` returns a Call that computes it.
     double_backward: whether the backward is itself differentiable; if not, gradients of its gradients raise ValueError.
+    saves_results: whether `save` may need the results. If not, an activation checkpoint that computes its function again gets
+        what is saved before the operator runs. It ends there if it needs nothing more, as before torch's own operators.
     """
     return LibraryOperator(name, run, fake, **options)
 
@@ -328,14 +334,21 @@ class Recording:
         found = [found] if self.operator.single else found
         return found if self.view is None else [self.view.restore(one) for one in found]
 
-    def save(self, ctx: Any, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        """Keep in autograd's context what the backward needs."""
+    def save(
+        self,
+        ctx: Any,
+        tensors: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        hooks: SavedTensorsHooks | None = None,
+    ) -> None:
+        """Keep in the context what the backward needs. hooks: pack it by these, now; autograd does so after the forward."""
         ctx.recording, save = self, self.operator.save
         if save is None:
             return
         context = _Context()
         context.ctx = ctx
-        save(context, (*unflatten(self.places, tensors), *self._grouped), results[0] if self.operator.single else results)
+        given = (*unflatten(self.places, tensors), *self._grouped)
+        save(context, given, results[0] if results and self.operator.single else results)
         kept = context.__dict__
         del kept["ctx"]  # a cycle
         saved = kept.pop("saved", ())
@@ -343,8 +356,12 @@ class Recording:
             readings = {id(one): read for one, read in zip(tensors, self.reads or (), strict=False)}
             readings |= {id(one): self.view for one in results}
             self._sources = [readings.get(id(one)) for one in saved]
-        ctx.save_for_backward(*saved)
-        ctx.kept = kept
+        ctx.kept, ctx.packed = kept, None
+        if hooks is None:
+            ctx.save_for_backward(*saved)
+        else:
+            pack, unpack = hooks
+            ctx.packed = [pack(one) for one in saved], unpack
 
     def differentiate(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the gradients of the tensors.
@@ -412,13 +429,17 @@ class _Recorded(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Any:
         results: Any
+        hooks = None if recording.operator.saves_results else recomputation_hooks()
+        if hooks is not None:
+            recording.save(ctx, tensors, (), hooks)
         if known is not None and known.bound is not None and (made := known.bound(memory)) is not None:
             results = [made[pick] for pick in known.picks]
             if known.view is not None:
                 results = [known.view.restore(one) for one in results]
         else:
             results = recording.compute(known, tensors, memory)
-        recording.save(ctx, tensors, results)
+        if hooks is None:
+            recording.save(ctx, tensors, results)
         return results[0] if recording.operator.single else tuple(results)
 
     @staticmethod
@@ -447,7 +468,11 @@ class _Context:
 
     @property
     def saved_tensors(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = self.ctx.recording.unpack(self.ctx.saved_tensors)
+        saved = self.ctx.saved_tensors
+        if self.ctx.packed is not None:
+            packed, unpack = self.ctx.packed
+            saved = [unpack(one) for one in packed]
+        found: list[torch.Tensor] = self.ctx.recording.unpack(saved)
         return found
 
 

@@ -422,7 +422,13 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _matmul_reduce_scatter = define(
-    "matmul_reduce_scatter", _scatter, _scatter_fake, returns=torch.Tensor, save=_scatter_save, backward=_scatter_backward
+    "matmul_reduce_scatter",
+    _scatter,
+    _scatter_fake,
+    returns=torch.Tensor,
+    save=_scatter_save,
+    backward=_scatter_backward,
+    saves_results=False,
 )
 
 

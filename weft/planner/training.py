@@ -153,8 +153,7 @@ class TrainingPlan:
         """Return the times of a step.
 
         checkpointing: the forward pass is computed again in the backward pass (torch.utils.checkpoint). PyTorch stops that
-            when the inputs of the layer's last matmul are known. A call of weft's saves its inputs after it has run, so it is
-            made again even if it is the last one.
+            when the inputs of the layer's last matmul are known.
         compiled: rotary positions and SwiGLU are one kernel each.
         """
         forward_us, backward_us = self.fused_us if compiled else self.elsewhere_us
@@ -162,18 +161,18 @@ class TrainingPlan:
         gradients_us = sum(call.count * call.gradient_us for call in self.calls)
         elsewhere_us = again * forward_us + backward_us + gradients_us
 
-        def total(us: Sequence[tuple[float, float]], *, stops: bool) -> float:
+        def total(us: Sequence[tuple[float, float]]) -> float:
             found = elsewhere_us + sum(
                 call.count * (again * forward + backward) for call, (forward, backward) in zip(self.calls, us, strict=True)
             )
-            stops = stops and checkpointing and self.calls[-1].forward.problem.op == "matmul_reduce_scatter"
+            stops = checkpointing and self.calls[-1].forward.problem.op == "matmul_reduce_scatter"
             return found - self.calls[-1].count * us[-1][0] if stops else found
 
         plans = [(call.forward, call.backward) for call in self.calls]
         return StepTimes(
-            computation_us=total([(one.computation_us, other.computation_us) for one, other in plans], stops=True),
-            sequential_us=total([(one.sequential_us, other.sequential_us) for one, other in plans], stops=True),
-            weft_us=total([(one.chosen.predicted_us, other.chosen.predicted_us) for one, other in plans], stops=False),
+            computation_us=total([(one.computation_us, other.computation_us) for one, other in plans]),
+            sequential_us=total([(one.sequential_us, other.sequential_us) for one, other in plans]),
+            weft_us=total([(one.chosen.predicted_us, other.chosen.predicted_us) for one, other in plans]),
         )
 
 
