@@ -58,7 +58,8 @@ def _of(op: str, holds: Callable[[Row], bool] = lambda row: True) -> Callable[[R
 
 
 def _training(model: str, tokens: int) -> Callable[[Row], bool]:
-    return lambda row: row.case.startswith(model) and f" {tokens} tokens" in row.case
+    """Eager steps of a model."""
+    return lambda row: row.case.startswith(model) and f" {tokens} tokens" in row.case and row.extra.get("modes") == ["eager"]
 
 
 _ANY = 1 << 40

@@ -134,17 +134,15 @@ def test_the_backward_of_a_gather_is_one_call(ranks: RankFixture, keep: bool, vi
 
 
 def _other_backwards() -> None:
-    """What one call does not compute: a frozen weight, second derivatives, weights that are not transposed."""
+    """What one call does not compute: second derivatives, and where either the input or all weights need no gradient."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     a = torch.randn(4, K, generator=generator, requires_grad=True)
     weights = [torch.randn(n, K, generator=generator, requires_grad=True) for n in (8, 16)]
     with mock.patch.object(tensor_parallel, "_all_gather_matmul_backward", side_effect=AssertionError("one call")):
-        outs = weft.all_gather_matmul(a, [weights[0].detach().t(), weights[1].t()])
-        torch.autograd.grad(sum(one.sum() for one in outs), [a, weights[1]])
+        outs = weft.all_gather_matmul(a, [one.detach().t() for one in weights])
+        torch.autograd.grad(sum(one.sum() for one in outs), [a])
         out = weft.all_gather_matmul(a, weights[0].t())
         torch.autograd.grad(out.square().sum(), [a, weights[0]], create_graph=True)
-        square = torch.randn(K, 8, generator=generator, requires_grad=True)
-        torch.autograd.grad(weft.all_gather_matmul(a, square).sum(), [a, square])
         (only,) = torch.autograd.grad(weft.all_gather_matmul(a.detach(), weights[0].t()).sum(), [weights[0]])
         assert only.shape == (8, K)
 
@@ -152,6 +150,33 @@ def _other_backwards() -> None:
 @pytest.mark.ranks
 def test_other_backwards_are_several_calls(ranks: RankFixture) -> None:
     ranks(2).run(_other_backwards)
+
+
+def _of_other_layouts() -> None:
+    """Ranks may pass weights of other layouts, and freeze others: a column that is contiguous is also transposed."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    a = torch.randn(4, K, generator=generator, requires_grad=True)
+    for width in (2 - rank, 8):
+        for keep in (False, True):
+            weight = torch.randn(width, K, generator=generator)
+            b = (weight.t() if rank else weight.t().contiguous()).detach().requires_grad_()
+            frozen = torch.randn(K, 8, generator=generator, requires_grad=not rank)
+            outs = weft.all_gather_matmul(a, [b, frozen], keep_gathered=keep)
+            a.grad = None
+            sum(one.sum() for one in outs).backward()  # type: ignore[union-attr]
+            whole = [torch.empty(4, K) for _ in range(2)]
+            dist.all_gather(whole, a.detach())
+            of_b = torch.cat(whole).sum(0)[:, None].expand(K, width)
+            torch.testing.assert_close(b.grad, of_b)
+            assert b.grad is not None
+            assert b.grad.stride() == b.stride()
+            assert (frozen.grad is None) == bool(rank)
+
+
+@pytest.mark.ranks
+def test_ranks_may_have_other_layouts_and_frozen_weights(ranks: RankFixture) -> None:
+    ranks(2).run(_of_other_layouts)
 
 
 def _unused_result() -> None:
@@ -186,6 +211,11 @@ def test_every_schedule_is_proved_and_simulated(size: int, x: str, m: int) -> No
                 schedule = schedules.build(_problem(size, x, m), name, chunks, fan_out=fan_out)
                 check(schedule)
                 assert run(schedule, machine).total_us > 0 or not m
+
+
+def test_a_result_without_columns_needs_no_x() -> None:
+    for name in NAMES:
+        check(schedules.build(replace(_problem(2, "shard"), n=0), name, 1))
 
 
 def test_nodes_multiply_the_weights_gradients_too() -> None:

@@ -207,7 +207,7 @@ class Problem:
     addends: the tensors that matmul_all_reduce adds to the sum over ranks, in the order of ADDENDS.
     products: how many products each rank of an operator of REDUCTIONS adds up. Their a are side by side along K, and their b
     one below the other; k is of all of them.
-    weight_gradients: matmul_reduce_scatter also returns x^T @ a, N x K, for another input x, M x N. If out is the gradient of
+    weight_gradients: matmul_reduce_scatter also returns x^T @ a, N x k, for another input x, M x N. If out is the gradient of
     the a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of
     x. With "shard" it has its shard of x's rows, which are gathered.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.

@@ -568,7 +568,7 @@ class Buffer:
         accesses a region accesses both, and a flag covers both.
 
     by_columns: its elements are stored column by column: the caller's tensor is the transpose of the buffer. Only products
-        write such a buffer, and nothing reads it.
+        write such a buffer, and nothing reads it. It is the output `gradients` alone, because weights are stored so.
     """
 
     name: str

@@ -153,7 +153,7 @@ def all_gather_matmul(
         rows: the extent of gather_dim over all ranks, if it is not world_size times a's. Then a's extent must be the part that
             torch.chunk would give this rank.
         keep_gathered: keep the gathered a, M x K, from forward to backward for b's gradient. By default it is gathered again,
-            which takes no memory. The styles keep it by default, as torch's styles do.
+            into memory that all calls of these sizes share. The styles keep it by default, as torch's styles do.
 
     **FP8**: a and b may be float8_e4m3fn or float8_e5m2 with scales, named as in torch.nn.functional.scaled_mm:
 
@@ -205,7 +205,7 @@ class _Gather(NamedTuple):
 
     rows: the rows of the whole flat a.
     unit: the flat rows of one entry of the gathered dimension.
-    keep: whether the gathered a is an additional output, which is saved for b's gradient.
+    keep: whether the gathered a is an additional output, which is saved for b's gradient in place of a.
     """
 
     group: str
@@ -230,36 +230,36 @@ def _gather_save(ctx: Any, inputs: tuple[Any, ...], outputs: list[torch.Tensor])
     a, bs, ctx.options = inputs
     # Without this, zeros would go through the whole backward if the gathered a has no gradient.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(a, *([outputs[-1]] if ctx.options.keep else []), *bs)
+    ctx.save_for_backward(outputs[-1] if ctx.options.keep else a, *bs)
 
 
 def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, *bs), options = ctx.saved_tensors, ctx.options
-    saved = bs.pop(0) if options.keep else None
+    (x, *bs), options = ctx.saved_tensors, ctx.options
+    of_products, of_gathered = grads[: len(bs)], grads[-1] if options.return_gathered else None
     grad_a: torch.Tensor | None = None
     grad_bs: list[torch.Tensor | None] = [None] * len(bs)
     if ctx.needs_input_grad[0]:
-        # An output that is not used gets a gradient of zeros, because ranks may use different outputs and must all make the
+        # A product that is not used gets a gradient of zeros, because ranks may use different products and must all make the
         # same call.
-        factors = [a.new_zeros(options.rows, b.shape[1]) if g is None else g for g, b in zip(grads, bs, strict=False)]
+        factors = [x.new_zeros(options.rows, b.shape[1]) if g is None else g for g, b in zip(of_products, bs, strict=True)]
         columns = [b.t() for b in bs]
-        if options.return_gathered and grads[-1] is not None:
+        if of_gathered is not None:
             # The same reduce-scatter returns the gradient of the gathered a to its owners, as a product with the identity.
-            factors.append(grads[-1])
-            columns.append(torch.eye(a.shape[1], dtype=a.dtype, device=a.device))
+            factors.append(of_gathered)
+            columns.append(torch.eye(x.shape[1], dtype=x.dtype, device=x.device))
         group = group_named(options.group)
         spec = choose_backward_schedule(options.schedule, "matmul_reduce_scatter")
         back = (options.group, group.rank(), group.size(), options.unit, spec, "sum")
-        if len(factors) == len(bs) and _may_be_one_call(ctx.needs_input_grad[1], bs, options, spec):
-            x, kind = (a, "shard") if saved is None else (saved, "whole")
-            grad_a, *found = _all_gather_matmul_backward(factors, columns, x, *back[:-1], kind)
-            return grad_a, [None if grad is None else one.t() for one, grad in zip(found, grads, strict=False)]
+        if of_gathered is None and _may_be_one_call(ctx.needs_input_grad[1], bs, options, spec):
+            given = "whole" if options.keep else "shard"
+            grad_a, *found = _all_gather_matmul_backward(factors, columns, x, *back[:-1], given)
+            wanted = zip(found, of_products, ctx.needs_input_grad[1], strict=True)
+            return grad_a, [one.t() if needed and grad is not None else None for one, grad, needed in wanted]
         grad_a = _matmul_reduce_scatter(factors, columns, *back)
     if any(ctx.needs_input_grad[1]):
-        given = [grad_a, *grads]
-        after = next((each for each in given if each is not None), a)
-        gathered = _gather_again(a, make_empty_operand_after(a.t(), after), options) if saved is None else saved
-        wanted = zip(bs, grads, ctx.needs_input_grad[1], strict=False)
+        after = next((each for each in (grad_a, *grads) if each is not None), x)
+        gathered = x if options.keep else _gather_again(x, make_empty_operand_after(x.t(), after), options)
+        wanted = zip(bs, of_products, ctx.needs_input_grad[1], strict=True)
         grad_bs = [_gradient_of(b, gathered, grad) if needed and grad is not None else None for b, grad, needed in wanted]
     return grad_a, grad_bs
 
@@ -267,15 +267,11 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
 def _may_be_one_call(needed: Sequence[bool], bs: Sequence[torch.Tensor], options: _Gather, schedule: str) -> bool:
     """Return whether one call may compute the gradients of a and of all bs. It must be the same on all ranks.
 
-    Its gradients are laid out as those of weights [n, K]. It has no second derivatives, and nothing to do without rows.
+    So neither the layouts of bs count, which depend on their widths, nor which of them needs a gradient: the others of these are
+    not used. The call has no second derivatives, and nothing to do without rows.
     """
     return (
-        all(needed)
-        and not torch.is_grad_enabled()
-        and all(_is_transposed(b) for b in bs)
-        and not is_registered(schedule)
-        and options.rows > 0
-        and bs[0].shape[0] > 0
+        any(needed) and not torch.is_grad_enabled() and not is_registered(schedule) and options.rows > 0 and bs[0].shape[0] > 0
     )
 
 

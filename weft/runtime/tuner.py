@@ -305,7 +305,7 @@ def pad(call: MatmulCall, rows: int, rank: int, world_size: int) -> MatmulCall:
     scales = call.scales
     if scales is not None and scales.a is not None and scales.scaling.recipe != "tensorwise":
         scales = scales._replace(a=_pad_pieces(scales.a, sizes, high))
-    zeros = bool(call.weight_gradients)
+    zeros = bool(call.weight_gradients)  # also in x: 0 * NaN would be NaN
     a, *more = [_pad_pieces(one, sizes, high, zeros=zeros) for one in (call.a, *call.more)]
     x = call.x
     if x is not None:

@@ -146,12 +146,12 @@ class _Scatter(Builder):
             return
         self._with_gradients.add(rank)
         copied = problem.weight_gradients == "shard" and self.gather_by == "copies"
-        senders = [peer for peer in self.peers(rank) if self.shard_rows[peer]] if copied else []
+        senders = [peer for peer in self.peers(rank) if self.region("x", peer).size] if copied else []
         if copied and (own := self.region("x", rank)).size:
             self.add_steps(rank, "compute", Copy(own, self.region("x_full", rank, problem.shards[rank])))
         self.add_steps(rank, "compute", *(Wait(Flag("x_here", rank, peer)) for peer in senders))
         x = self.region("x_full" if problem.weight_gradients == "shard" else "x", rank)
-        if (out := self.region("gradients", rank)).size:
+        if (out := self.region("gradients", rank)).size:  # x^T @ a: the first factor of this product is x, and a the second
             self.add_steps(rank, "compute", Gemm(self.region("a", rank), (Part(x, out),), transposed=True))
         self.add_steps(rank, "compute", *(Signal(Flag("x_free", peer, rank)) for peer in senders))
 
