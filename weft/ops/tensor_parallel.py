@@ -267,8 +267,8 @@ def _gather_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[An
 def _may_be_one_call(needed: Sequence[bool], bs: Sequence[torch.Tensor], options: _Gather, schedule: str) -> bool:
     """Return whether one call may compute the gradients of a and of all bs. It must be the same on all ranks.
 
-    So neither the layouts of bs count, which depend on their widths, nor which of them needs a gradient: the others of these are
-    not used. The call has no second derivatives, and nothing to do without rows.
+    So the layouts of bs do not count, which depend on their widths, nor does which of them needs a gradient: the others of
+    these are not used. The call has no second derivatives, and nothing to do without rows.
     """
     return (
         any(needed) and not torch.is_grad_enabled() and not is_registered(schedule) and options.rows > 0 and bs[0].shape[0] > 0
