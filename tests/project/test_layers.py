@@ -150,7 +150,7 @@ def test_imports_only_from_its_room_or_one_above() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    """Also behind TYPE_CHECKING. Packages are left out: what their __init__ hands out is imported from the module that has it."""
+    """Also behind TYPE_CHECKING. Packages are left out: what their __init__ hands out comes from the module that has it."""
     graph = {
         module: imports(path.read_text(encoding="utf-8"), module, package=False) & MODULES.keys()
         for module, path in MODULES.items()
