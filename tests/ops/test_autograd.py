@@ -88,18 +88,20 @@ def test_autocast_changes_nothing(ranks: RankFixture) -> None:
 
 
 def _gathers_in_backward(keep: bool) -> int:
-    """How often the backward gathers a."""
+    """How often the backward gathers a, in the call of all gradients or by itself."""
     from weft.ops import tensor_parallel
 
     found = []
     again = tensor_parallel._gather_again
-    tensor_parallel._gather_again = lambda *given: found.append(1) or again(*given)
+    tensor_parallel._gather_again = lambda *given: found.append("shard") or again(*given)
+    backward = tensor_parallel._all_gather_matmul_backward
+    tensor_parallel._all_gather_matmul_backward = lambda *given: found.append(given[-1]) or backward(*given)
     try:
         _gather_gradients(12, "flag_gated:2", False, keep)
         _gather_gradients(7, "auto", True, keep)
     finally:
-        tensor_parallel._gather_again = again
-    return len(found)
+        tensor_parallel._all_gather_matmul_backward, tensor_parallel._gather_again = backward, again
+    return found.count("shard")
 
 
 def test_what_was_gathered_is_kept_if_asked_for(ranks: RankFixture) -> None:

@@ -49,6 +49,7 @@ from weft.ops.operator import define
 from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_several, scaled_matmul
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, matmul_call
+from weft.runtime.groups import GROUPS
 
 
 @overload
@@ -270,9 +271,15 @@ def _may_be_one_call(needed: Sequence[bool], bs: Sequence[torch.Tensor], options
     So the layouts of bs do not count, which depend on their widths, nor does which of them needs a gradient: the others of
     these are not used. The call has no second derivatives, and nothing to do without rows.
     """
-    return (
-        any(needed) and not torch.is_grad_enabled() and not is_registered(schedule) and options.rows > 0 and bs[0].shape[0] > 0
-    )
+    if not any(needed) or torch.is_grad_enabled() or is_registered(schedule):
+        return False
+    return options.rows > 0 and bs[0].shape[0] > 0 and (options.keep or not _sends_messages(options.group, schedule))
+
+
+def _sends_messages(group: str, schedule: str) -> bool:
+    """Return whether ranks exchange by messages between nodes. Such a schedule cannot gather x by NCCL, too."""
+    state = GROUPS.known(group)
+    return schedule.startswith("node_slices") or bool(state and state.rank_group.nodes)
 
 
 def _gather_again(a: torch.Tensor, nothing: torch.Tensor, options: _Gather) -> torch.Tensor:
