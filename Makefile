@@ -59,7 +59,7 @@ lint: $(VENV)/.set-up-dev
 types: $(VENV)/.set-up-dev
 	$(BIN)/mypy
 
-# Files, lines and code lines of each room of the package, and of what lies beside it.
+# Files, lines and code lines of each room of the package, and of the studies, tests and benchmarks.
 size:
 	$(PYTHON) tests/project/size.py
 

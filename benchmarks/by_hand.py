@@ -2,7 +2,7 @@
 
     Gather, Scatter    collectives of tokens as autograd functions, one after the other with everything else
     ColumnProduct      as Megatron's ColumnParallelLinear: only this rank's tokens are kept, and the backward gathers them
-                       again, beside the product for the input's gradient. The reduce-scatter of that gradient runs beside
+                       again, during the product for the input's gradient. The reduce-scatter of that gradient runs during
                        the product for the weight's gradient
     exchange           experts over ranks: all-to-alls of rows, sorted by expert, and grouped matmuls
 

@@ -12,8 +12,8 @@ Modes, and their methods:
                as kernels of Inductor's. Each layer is compiled by itself, inside of its checkpoint if there is one. A layer of
                Mixtral's has graph breaks where torch's host waits for numbers of rows
 
-By hand, the backward gathers the inputs of QKV and of gate and up again, beside the product for the input's gradient, and
-reduce-scatters that gradient beside the product for the weights' gradients. Its group has a stream of high priority, so that
+By hand, the backward gathers the inputs of QKV and of gate and up again, during the product for the input's gradient, and
+reduce-scatters that gradient during the product for the weights' gradients. Its group has a stream of high priority, so that
 collectives begin before matmuls that are enqueued after them (for which Megatron sets CUDA_DEVICE_MAX_CONNECTIONS=1). Norms'
 gradients are summed at the end of a step, in one collective; for torch's styles, which leave them as addends, in the same way.
 weft's styles sum them in the backward. torch has no style for experts: they are exchanged as by hand.

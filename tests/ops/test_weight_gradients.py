@@ -277,7 +277,7 @@ def test_the_product_of_another_input_is_not_the_gradient() -> None:
 
 
 def test_one_chunk_hides_the_whole_exchange_beside_the_gradients() -> None:
-    """No product is cut, and the copies run beside the weights' product."""
+    """No product is cut, and the copies run during the weights' product."""
     problem = Problem(op="matmul_reduce_scatter", m=8192, n=4096, k=28672, world_size=2, products=2, weight_gradients="whole")
     machine = load("h200x8")
     schedule = schedules.build(problem, "uniform_fused_1d", 1)

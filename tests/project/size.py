@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-BESIDE = ("studies", "tests", "benchmarks")
+OTHERS = ("studies", "tests", "benchmarks")
 """Folders with code that is not in the wheel."""
 
 
@@ -44,9 +44,9 @@ def sizes(root: Path) -> list[tuple[str, Size]]:
     package = root / "weft"
     rooms = [(path.name, size(path.rglob("*.py"))) for path in package.iterdir() if path.is_dir() and any(path.rglob("*.py"))]
     rooms.append(("weft itself", size(package.glob("*.py"))))
-    beside = [(name, size((root / name).rglob("*.py"))) for name in BESIDE]
+    others = [(name, size((root / name).rglob("*.py"))) for name in OTHERS]
     wheel = size(package.rglob("*.py"))
-    return [*sorted(rooms, key=lambda room: -room[1].code), ("the wheel", wheel), *(each for each in beside if each[1].files)]
+    return [*sorted(rooms, key=lambda room: -room[1].code), ("the wheel", wheel), *(each for each in others if each[1].files)]
 
 
 def main() -> None:
