@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from weft.core.machine import numbers
+from weft.core.hardware import numbers
 from weft_studies.profile import P, Progress, moved, uncertain
 
 Row = tuple[str, ...]

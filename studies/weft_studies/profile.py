@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from weft.core import codec
-from weft.core.machine import LEAST, MOST, numbers
+from weft.core.hardware import LEAST, MOST, numbers
+from weft.core.machine import RESCALED
 from weft.core.settings import numbers_of, replaced
-from weft.core.what_if import RESCALED
 
 Progress = Callable[[str, int, int], None]
 """Called with the current item, the items done and the total."""

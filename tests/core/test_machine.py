@@ -10,6 +10,7 @@ import pytest
 from machine_tiny import tiny
 
 from weft.core import codec, machine
+from weft.core.hardware import numbers
 
 PROFILES = Path(machine.__file__).with_name("machines")
 
@@ -18,7 +19,7 @@ PROFILES = Path(machine.__file__).with_name("machines")
 def test_profile_is_complete(name: str) -> None:
     loaded = machine.load(name)
     assert loaded.name == name
-    paths = {path for path, _ in machine.numbers(loaded)}
+    paths = {path for path, _ in numbers(loaded)}
     assert paths == set(loaded.sources)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weft.core.machine import Table, load
+from weft.core.hardware import Table
+from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.perf import run
 from weft.perf.terms import collective_us

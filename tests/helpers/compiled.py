@@ -48,9 +48,8 @@ def for_a_gpu(
 
 def all_reduce_for_a_gpu(kernel: Any, layout: Any) -> Any:
     """The kernel of weft.kernels.all_reduce, by a plan of its, without addends."""
+    from devices import BLOCK_OF_H200
     from kernel_examples import all_reduce_example
 
-    from weft.core.capabilities import H200
-
-    one = all_reduce_example(layout, H200)
+    one = all_reduce_example(layout, BLOCK_OF_H200)
     return for_a_gpu(one.kernel, one.constants, one.types, multiples=one.multiples, warps=one.warps)

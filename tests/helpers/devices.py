@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from weft.compat.device import capabilities
+from weft.core.machine import load
 
 KIB = 1 << 10
+BLOCK_OF_H200 = load("h200x8").gpu.capabilities or pytest.fail("the profile says nothing of blocks")
+"""What kernels may use on an H200."""
 
 
 def properties(name: str, capability: tuple[int, int], sms: int, shared_kib: int, l2_mib: int = 50, **more: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Tile, Topology, load, numbers
+from weft.core.hardware import AlphaBeta, CopyEngines, Gpu, Links, Stores, Tile, Topology, numbers
+from weft.core.machine import Machine, load
 
 
 def tiny(*, world_size: int = 2, topology: Topology = "switch", link_gbps: float = 0.064, **changes: Any) -> Machine:

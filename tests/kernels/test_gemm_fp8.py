@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from devices import BLOCK_OF_H200
 from rank_pools import interpreting
 
-from weft.core.capabilities import H200, Capabilities
+from weft.core.capabilities import Capabilities
 from weft.core.machine import load
 from weft.core.problem import FLOAT8, RECIPES, SCALE_BLOCK, Problem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
@@ -308,12 +309,12 @@ def test_shapes_of_fp8() -> None:
     for recipe in RECIPES:
         for fast in (False, True):
             scaling = Scaling(recipe=recipe, use_fast_accum=fast)
-            found = shapes_for(H200, scaling)
+            found = shapes_for(BLOCK_OF_H200, scaling)
             assert found == (FP8_SHAPES if fast and recipe != "blockwise" else PROMOTED_SHAPES)
-            assert all(blocks.shared_bytes(blocks.stages, tma=True) <= H200.shared_bytes for blocks in found)
+            assert all(blocks.shared_bytes(blocks.stages, tma=True) <= BLOCK_OF_H200.shared_bytes for blocks in found)
             assert all(SCALE_BLOCK % blocks.n == 0 for blocks in found) or recipe != "blockwise"
             assert shapes_for(old, scaling) == ()
-            exact = shapes_for(dataclasses.replace(H200, exact_fp8=True), scaling)
+            exact = shapes_for(dataclasses.replace(BLOCK_OF_H200, exact_fp8=True), scaling)
             assert not any(blocks.pairs for blocks in exact)
             assert exact == FP8_SHAPES or recipe == "blockwise"
             interpreted = blocks_for(step, torch.device("cpu"), machine, scaling)
@@ -358,11 +359,11 @@ def test_what_hopper_runs(scaling: Scaling, shape: int, tmp_path: Path) -> None:
     from compiled import for_a_gpu
     from kernel_examples import scaled_example
 
-    blocks = shapes_for(H200, scaling)[shape]
-    one = scaled_example(blocks, H200, scaling, plain=True)
+    blocks = shapes_for(BLOCK_OF_H200, scaling)[shape]
+    one = scaled_example(blocks, BLOCK_OF_H200, scaling, plain=True)
     made = for_a_gpu(one.kernel, one.constants, one.types, multiples=one.multiples, warps=one.warps, stages=one.stages)
     text = made.asm["ptx"]
-    assert made.metadata.shared <= H200.shared_bytes
+    assert made.metadata.shared <= BLOCK_OF_H200.shared_bytes
     kinds = "".join(f".{name.split('_')[1].removesuffix('fn')}" for name in (scaling.a, scaling.b))
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\.f32(\.e\dm\d\.e\dm\d)", text)
     assert products == [(str(blocks.n), kinds)] * 4 * (1 + blocks.pairs)

@@ -15,12 +15,12 @@ from weft.compat.device import capabilities
 def test_what_gpus_run(name: str, transposed: int) -> None:
     """Loads by TMA, products by tensor cores, rows moved 16 bytes at a time with loads ahead, flags at system scope."""
     pytest.importorskip("triton", reason="Triton is not installed")
+    from devices import BLOCK_OF_H200
     from kernel_examples import ragged_example
 
-    from weft.core.capabilities import H200
     from weft.kernels.shapes import SHAPES
 
-    example = ragged_example(name, SHAPES[0], H200, transposed=bool(transposed))
+    example = ragged_example(name, SHAPES[0], BLOCK_OF_H200, transposed=bool(transposed))
     made = for_a_gpu(example.kernel, example.constants, example.types, warps=example.warps, stages=example.stages)
     text = str(made.asm["ptx"])
     for needed in ("wgmma.mma_async", "cp.async.bulk.tensor", "cp.async.cg", "st.global.v4.b32", "sys.release.add"):

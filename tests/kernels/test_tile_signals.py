@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 from compiled import for_a_gpu
+from devices import BLOCK_OF_H200
 from rank_pools import interpreting
 
-from weft.core.capabilities import H200
 from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.core.schedule import Flag, Gemm, Part, Region
@@ -120,7 +120,7 @@ def _gemm(shape: int, *, addressed: bool, tma: bool = True) -> tuple[str, int]:
     from kernel_examples import gemm_example, gemm_variant
 
     blocks = SHAPES[shape]
-    variant = gemm_example(blocks, H200, out_tma=tma).constants["V"]
+    variant = gemm_example(blocks, BLOCK_OF_H200, out_tma=tma).constants["V"]
     one = gemm_variant(blocks, variant._replace(TWO_SOURCES=False, ADDRESSED=addressed, DIVIDE_BY=1))
     made = for_a_gpu(one.kernel, one.constants, one.types, multiples=one.multiples, warps=one.warps, stages=one.stages)
     return str(made.asm["ptx"]), int(made.metadata.shared)

@@ -16,15 +16,22 @@ from weft.compat.device import capabilities
 from weft.core import capabilities as known
 from weft.core import machine
 from weft.core.machine import codec
-from weft.core.problem import Scaling
+from weft.core.problem import Problem, Scaling
+from weft.core.schedule import Gemm
 from weft.ops.collective import default_sms
-from weft.perf.shapes import SHAPES, push_sms, shapes_for
+from weft.perf.shapes import SHAPES, push_sms, shape_of, shapes_for
+from weft.planner import plan
 from weft.runtime import choose
 from weft.runtime.choose import nearest_profile
 from weft.runtime.cuda_resources import CudaResources
+from weft.schedules import build
 
 GPU = torch.device("cuda")
 ALL = (devices.H200, devices.A100, devices.L40S, devices.B200, devices.V100, devices.MI300X)
+
+
+def found_bytes(found: Any) -> int:
+    return int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
 
 
 def of(found: Any) -> known.Capabilities:
@@ -97,6 +104,37 @@ def test_an_unknown_gpu_is_predicted_by_its_own_numbers_and_the_log_says_so_once
     assert found.gpu.hbm_gbps == pytest.approx(0.9 * 864, rel=0.01)
     assert found.sources["gpu.tflops.bfloat16"] == "estimated"
     assert codec.loads(machine.Machine, codec.dumps(found), "") == found
+
+
+@pytest.mark.parametrize("found", [devices.H200, devices.A100, devices.MI300X], ids=lambda found: found.name.replace(" ", "-"))
+def test_a_shipped_profile_says_what_blocks_of_its_gpu_may_use(found: Any) -> None:
+    with devices.pretend(found):
+        block, said = capabilities(GPU), nearest_profile(GPU).gpu.capabilities
+        assert said == dataclasses.replace(block, warp=32)
+
+
+def test_plans_take_the_tiles_that_fit_the_gpu() -> None:
+    """The shape of the kernel that multiplies arriving chunks, for the machines that are predicted for an A100 and an L40S. An
+    L40S has 99 KiB of shared memory and no tensor descriptors: its tiles have fewer stages. With 64 KiB other tiles fit."""
+    problem, taken = Problem(op="all_gather_matmul", m=8192, n=4096, k=4096, world_size=4), {}
+    for found in (devices.H200, devices.A100, devices.L40S, devices.MI300X):
+        with devices.pretend(found):
+            profile = nearest_profile(GPU)
+            block, machine_block = capabilities(GPU), profile.gpu.capabilities
+        assert machine_block
+        step = next(s for _, _, _, s in build(problem, "flag_gated", 4) if isinstance(s, Gemm))
+        taken[found.name] = shape = shape_of(step, machine_block, profile)
+        assert shape == shape_of(step, block, profile), "the kernel takes the shape that is predicted"
+        assert shape.shared_bytes(shape.stages, tma=machine_block.tma) <= found_bytes(found)
+        assert "flag_gated" in {spec.split(":")[0] for spec in plan(problem, profile).estimates}
+    assert taken[devices.A100.name] != taken[devices.L40S.name]
+    assert taken[devices.MI300X.name].m * taken[devices.MI300X.name].n < 128 * 256
+
+
+def test_kernels_of_a_profile_need_its_shared_memory() -> None:
+    h200 = machine.load("h200x8")
+    with pytest.raises(ValueError, match=r"gpu\.shared_bytes is missing"):
+        dataclasses.replace(h200.gpu, shared_bytes=None)
 
 
 def test_a_newer_gpu_is_estimated_from_the_newest_profile() -> None:

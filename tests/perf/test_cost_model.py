@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 import pytest
 from machine_tiny import tiny
 
-from weft.core.machine import Table, load
+from weft.core.hardware import Table
+from weft.core.machine import load
 from weft.core.problem import OPS, Problem
 from weft.perf import collective_us, gemm_us, run
 from weft.perf.terms import gemm_cost, whole_collective_us, whole_gemm_us

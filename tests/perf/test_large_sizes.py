@@ -6,10 +6,10 @@ import dataclasses
 import heapq
 
 import pytest
+from devices import BLOCK_OF_H200
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core import capabilities
 from weft.core.machine import load
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Gemm
@@ -94,8 +94,7 @@ def test_a_shape_is_found_soon_whatever_the_extent() -> None:
             if (name, op) != ("flag_gated_2d", "matmul_reduce_scatter"):
                 schedule = build(Problem(op=op, m=LARGE, n=LARGE, k=4096, world_size=8), name, 4)
                 assert (
-                    shape_of(next(step for _, _, _, step in schedule if isinstance(step, Gemm)), capabilities.H200, H200)
-                    in SHAPES
+                    shape_of(next(step for _, _, _, step in schedule if isinstance(step, Gemm)), BLOCK_OF_H200, H200) in SHAPES
                 )
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import BLOCK_OF_H200
 from rank_pools import POOLS
 
-from weft.core import capabilities
 from weft.core.errors import RankMismatch
-from weft.core.machine import Machine, load, numbers
+from weft.core.hardware import numbers
+from weft.core.machine import Machine, load
 from weft.core.problem import Problem
 from weft.core.schedule import Gemm
 from weft.perf.shapes import SHAPES, Arriving, _numbers, _waves_us, by_hardware, push_sms, shape_of
@@ -27,7 +28,7 @@ def step(m: int, name: str, op: str = "all_gather_matmul") -> Gemm:
 
 
 def chosen(of: Gemm, machine: Machine) -> tuple[int, int]:
-    blocks = shape_of(of, capabilities.H200, machine)
+    blocks = shape_of(of, BLOCK_OF_H200, machine)
     return blocks.m, blocks.n
 
 

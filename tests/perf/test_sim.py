@@ -14,7 +14,8 @@ from machine_tiny import tiny
 from spans import log
 
 from weft.core.fused_collective import spelled_out
-from weft.core.machine import Machine, Topology, load
+from weft.core.hardware import Topology
+from weft.core.machine import Machine, load
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Copy, Flag, Gemm, Lane, Part, Push, Region, Schedule, Signal, Step, Wait
 from weft.perf import Outcome, run, simulate

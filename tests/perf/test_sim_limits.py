@@ -10,10 +10,10 @@ import pytest
 import simpy
 from machine_tiny import tiny
 
-from weft.core.machine import Machine, Table, load, numbers
+from weft.core.hardware import Table, numbers
+from weft.core.machine import Machine, load, rescale
 from weft.core.problem import OPS, Op, Problem
 from weft.core.schedule import Lane
-from weft.core.what_if import rescale
 from weft.perf import collective_us, run
 from weft.perf.engine import us_within
 from weft.perf.network import Fabric

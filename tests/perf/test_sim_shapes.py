@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from devices import BLOCK_OF_H200
 
-from weft.core import capabilities
 from weft.core.machine import Machine, load
 from weft.core.problem import LookupProblem, Problem
 from weft.core.schedule import Gemm, Schedule
@@ -37,7 +37,7 @@ def cost_of(schedule: Schedule, machine: Machine = H200) -> tuple[Gemm, kernels.
 @pytest.mark.parametrize("spec", ["flag_gated:1", "direct_store:1", "track_and_trigger:2"])
 def test_a_kernel_with_gates_is_simulated_in_the_tiles_that_it_takes(spec: str) -> None:
     step, cost = cost_of(scheduled(problem(1950, 4608, 3584), spec))
-    shape = shape_of(step, capabilities.H200, H200)
+    shape = shape_of(step, BLOCK_OF_H200, H200)
     assert (shape.m, shape.n) != (128, 256), "small tiles end first: most of the work comes late"
     assert cost.tiles == tuple(-(-part.a.shape[0] // shape.m) * -(-step.b.shape[1] // shape.n) for part in step.parts)
 
@@ -45,7 +45,7 @@ def test_a_kernel_with_gates_is_simulated_in_the_tiles_that_it_takes(spec: str) 
 def test_tiles_of_the_last_wave_are_cut_in_two_where_the_kernel_cuts_them() -> None:
     step, cost = cost_of(scheduled(problem(4096, 12768, 4256, 2), "flag_gated:1"))
     tiles = sum(cost.tiles)
-    assert cost.halves == tiles - whole_tiles(tiles, cost.sms, shape_of(step, capabilities.H200, H200)) == tiles % cost.sms > 0
+    assert cost.halves == tiles - whole_tiles(tiles, cost.sms, shape_of(step, BLOCK_OF_H200, H200)) == tiles % cost.sms > 0
     assert cost.busy_us == pytest.approx(cost.tile_us * (tiles // cost.sms + H200.gpu.half_tile))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from machine_tiny import tiny
 
-from weft.core.machine import Machine, Tile, load
+from weft.core.hardware import Tile
+from weft.core.machine import Machine, load
 from weft.core.problem import Problem
 from weft.core.span import Span
 from weft.perf import run
@@ -52,8 +53,8 @@ def test_power_bounds_what_comes_after_a_burst() -> None:
 
 def test_a_kernel_of_wefts_has_its_own_tiles_and_libraries_may_cut_k() -> None:
     machine = tiny()
-    gpu = dataclasses.replace(machine.gpu, kernel_tiles=(Tile(rows=8, cols=8, efficiency=1.0),))
-    own = with_numbers(machine, "gpu.kernel_tiles", gpu=gpu)
+    gpu = dataclasses.replace(machine.gpu, kernel_tiles=(Tile(rows=8, cols=8, efficiency=1.0),), shared_bytes=1 << 16)
+    own = with_numbers(machine, "gpu.kernel_tiles", "gpu.shared_bytes", gpu=gpu)
     sizes: Any = {"rows": (4, 4), "n": 16, "k": 8, "dtype": "bfloat16"}
     assert gemm_cost(own, **sizes).tiles == (4, 4)
     assert gemm_cost(own, **sizes, flags=True).tiles == (2, 2)

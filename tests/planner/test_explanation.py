@@ -13,7 +13,8 @@ import pytest
 import weft
 from weft.cli import main
 from weft.core import codec
-from weft.core.machine import Table, load
+from weft.core.hardware import Table
+from weft.core.machine import load
 from weft.core.problem import OPS, LookupProblem, Problem
 from weft.core.settings import changed
 from weft.perf import run
@@ -78,7 +79,7 @@ def test_a_change_that_is_named_changes_the_choice() -> None:
 def test_copies_of_lanes_that_run_together_are_paid_once() -> None:
     """A copy lane for each of seven peers: what rank 0's copies cost is a lane's, not the sum."""
     machine = load("mi300x8")
-    found = weft.explain(Problem(op="all_gather_matmul", m=8192, n=1024, k=8192, world_size=8), machine)
+    found = weft.explain(Problem(op="all_gather_matmul", m=8192, n=4096, k=8192, world_size=8), machine)
     schedule = build(found.plan.problem, *parse(found.plan.chosen.spec), fan_out=True)
     lanes = [lane for lane in schedule.ranks[0] if lane.kind == "copy"]
     assert len(lanes) == 7

@@ -15,7 +15,8 @@ from test_launch_plan import FakeProgram, play
 import weft
 from weft.checker import ScheduleError, check
 from weft.core import codec, machine
-from weft.core.machine import Machine, Network
+from weft.core.hardware import Network
+from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, OPS, CollectiveProblem, LookupProblem, Op, Problem
 from weft.core.schedule import (
     Buffer,

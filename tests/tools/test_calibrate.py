@@ -14,6 +14,7 @@ from conftest import RankFixture
 import weft
 from weft.cli import main
 from weft.core import codec, machine
+from weft.core.hardware import numbers
 from weft.core.problem import ITEMSIZE, Problem
 from weft.perf import run
 from weft.perf.shapes import SHAPES, streamed_tile
@@ -196,14 +197,14 @@ def test_a_run_ends_within_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_number_is_measured_or_it_is_said_why_not() -> None:
     measured = {path for probe in probes("cuda") for path in probe.measures}
-    for path, _ in machine.numbers(H200):
+    for path, _ in numbers(H200):
         begins = [path.startswith(one) for one in (*measured, *NOT_MEASURED)]
         assert any(begins) or path == "world_size" or path.startswith("gpu.tflops."), path
 
 
 def test_every_number_has_a_source_and_measured_ones_a_spread() -> None:
     made = Profile(H200, samples_of(H200), world_size=WORLD_SIZE, when="2026-11-21").machine("mine", "made up")
-    assert set(made.sources) == {path for path, _ in machine.numbers(made)}
+    assert set(made.sources) == {path for path, _ in numbers(made)}
     assert made.sources["gpu.burst_us"] == "assumed: as h200x8"
     measured = {path for path, source in made.sources.items() if source.startswith("measured 2026-11-21: ")}
     assert set(made.spreads) == measured

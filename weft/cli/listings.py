@@ -145,7 +145,7 @@ def print_difference(a: Machine, b: Machine) -> None:
 
 
 def _by_path(machine: Machine) -> dict[str, Values]:
-    from weft.core.machine import Table, numbers
+    from weft.core.hardware import Table, numbers
 
     gpu, found = machine.gpu, dict[str, Values]()
     for name, tiles in {"tiles": gpu.tiles, "kernel_tiles": gpu.kernel_tiles}.items():

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.cli import output
-from weft.core.machine import Machine, Table, Tile
+from weft.core.hardware import Table, Tile
+from weft.core.machine import Machine
 
 _UNITS = {
     "world_size": "GPUs",

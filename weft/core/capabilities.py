@@ -27,7 +27,3 @@ class Capabilities:
     tma: bool
     exact_fp8: bool = False
     warp: int = 32
-
-
-H200 = Capabilities(sms=132, shared_bytes=227 << 10, tma=True)
-"""The capabilities that predictions assume. A machine's profile has the number of SMs, but not the size of shared memory."""

@@ -13,30 +13,41 @@ Topologies, for ranks 0 .. world_size-1:
     mesh     every pair has a link of `gbps` in each direction
     ring     each GPU has a link of `gbps` in each direction to both neighbours; traffic to others passes through them
     pcie     like switch, and all traffic shares the host's `host_gbps`
+
+`Machine.what_if` changes numbers, and the numbers that depend on them:
+
+    links.gbps       The rates of copies, stores, a host's links and collectives change in proportion. Fixed costs stay.
+    links.topology   The sum of the rates of a GPU's links stays. On a ring each of two links has half of it, on a mesh each of
+                     n - 1 links an equal share. The rates of collectives change with the traffic on the busiest link.
+    gpu.sms          The peak rates of matmuls change in proportion, because the rate of an SM stays. Memory and links stay. The
+                     rate of stores by a given number of SMs stays, so its table ends at the new number of SMs. Communication
+                     blocks get at most a fixed share of the SMs.
+    world_size       Nothing else changes. The simulator extrapolates the tables of collectives by hops and bytes.
+
+A number that is set explicitly is taken as it is. The sources of the numbers say which were set, and which were rescaled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from weft.core import codec
 from weft.core.errors import require
+from weft.core.hardware import LEAST, MOST, AlphaBeta, CopyEngines, Gpu, Kernels, Links, Network, Stores, Table, numbers, within
 from weft.core.problem import Problem, Scaling
+from weft.core.settings import numbers_of, put
 
-Topology = Literal["switch", "mesh", "ring", "pcie"]
 MAY_BE_ZERO = frozenset({"stores.stall", "links.latency_us", "network.latency_us"})
 STORES_SHARE = 4
 """Communication blocks occupy at most a quarter of a small GPU's SMs."""
-LEAST, MOST = 1e-12, 1e15
-"""Every number of a machine is within these bounds."""
 COUNTS = frozenset(
     {
         "world_size",
@@ -61,302 +72,13 @@ MOST_COUNT = 1 << 16
 _NOTHING_US = 1e-3
 """The smallest time, in microseconds. Numbers must be above zero, and times count whole nanoseconds."""
 _PROFILES = Path(__file__).with_name("machines")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tile:
-    """The rows x cols of the result that one block of a GEMM computes, at `efficiency` times the GPU's peak rate."""
-
-    rows: int
-    cols: int
-    efficiency: float
-
-
-_TILE_SIDES = (64, 128, 192, 256)
-_TILE_AREA = 128 * 256
-
-
-def _between(known: Mapping[int, float], at: int) -> float:
-    """Interpolate linearly between the neighbouring areas, and clamp to the first and the last value."""
-    below, above = (
-        max((x for x in known if x <= at), default=min(known)),
-        min((x for x in known if x >= at), default=max(known)),
-    )
-    share = (at - below) / (above - below) if above > below else 0.0
-    return known[below] + share * (known[above] - known[below])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gpu:
-    """The numbers of one GPU.
-
-    sms: the number of streaming multiprocessors or compute units.
-    tflops: the dense matrix peak by dtype. FP8 operands have rates of their own: float8; float8_blockwise for scales within K;
-        and, where weft's GEMM kernel is slower, float8_kernel, and float8_promoted where it adds each 128 of K in float32.
-    tiles: the tiles that the library's GEMMs may use. kernel_tiles: those of weft's own GEMM kernel, if they differ.
-    stored_tiles: those of weft's kernel where hardware stores the results, because such tiles do not count, add or go to peers.
-    tile_step: if set, the library has more shapes than `tiles` lists, in steps of this many rows or columns (`library_tiles`).
-    step_rate: the rate of those shapes over that of the listed ones, because a library does not always find the best shape;
-        None for 1.
-    tile_us: the time of a tile's prologue and epilogue.
-    half_tile: the time of a tile of half the width over a whole tile's. It is 0.5 at best, since all its rows of a are loaded.
-    cut_k: the shortest part of K where cuBLAS's GEMM splits K.
-    flag_efficiency: the speed, relative to cuBLAS, of a GEMM kernel that waits on flags, counts tiles or stores to peers.
-    hbm_gbps: the rate of reads and writes together. burst_bytes: the unit in which memory is read.
-    gather_share: the rate of gathering rows over the rate of a copy. It is above 1 where reading alone is faster than a copy.
-    l2_bytes, l2_gbps: the size of the whole last-level cache, and the rate at which kernels read it, if known.
-    burst_us, sustained: after matmuls have kept the GPU busy for burst_us within a call, its power limit reduces their rate by
-        the factor `sustained`. If both are None, they run at full rate throughout.
-    """
-
-    sms: int
-    tflops: Mapping[str, float]
-    tiles: tuple[Tile, ...]
-    tile_us: float
-    flag_efficiency: float
-    hbm_gbps: float
-    l2_bytes: int
-    half_tile: float
-    cut_k: int
-    gather_share: float
-    burst_bytes: int
-    burst_us: float | None = None
-    sustained: float | None = None
-    kernel_tiles: tuple[Tile, ...] = ()
-    stored_tiles: tuple[Tile, ...] = ()
-    l2_gbps: float | None = None
-    tile_step: int | None = None
-    step_rate: float | None = None
-
-    def __post_init__(self) -> None:
-        if (self.burst_us is None) != (self.sustained is None) or (self.sustained or 1.0) > 1.0:
-            both = "give both, sustained at most 1, or neither"
-            raise ValueError(f"gpu.sustained is {self.sustained}, and gpu.burst_us {self.burst_us}; {both}")
-
-    @cached_property
-    def shapes(self) -> tuple[tuple[float, tuple[tuple[float, float], ...]], ...]:
-        """The columns, and elements over efficiency, of a few of `tiles`, by their rows.
-
-        Of each area this takes the tile with the fewest rows from 64 on. On shapes of models, the matmuls take on average
-        within 1% of the time with all tiles."""
-        high = [tile for tile in self.tiles if tile.rows >= 64] or self.tiles
-        largest = {tile.rows * tile.cols: tile for tile in sorted(high, key=lambda tile: -tile.rows)}
-        found: dict[float, list[tuple[float, float]]] = {}
-        for area, tile in largest.items():
-            found.setdefault(float(tile.rows), []).append((float(tile.cols), area / tile.efficiency))
-        return tuple((rows, tuple(wide)) for rows, wide in found.items())
-
-    @cached_property
-    def library_tiles(self) -> tuple[Tile, ...]:
-        """`tiles`, and the shapes in between if there is a tile_step.
-
-        One side of such a shape is 64, 128, 192 or 256, and the other is a multiple of the step from 64 to 256. The area is at
-        most 128 x 256. The efficiency is interpolated between the neighbouring areas."""
-        if not self.tile_step:
-            return self.tiles
-        best = self._best_efficiency
-        known = {(tile.rows, tile.cols) for tile in self.tiles}
-        sides = [(wide, other) for wide in _TILE_SIDES for other in range(_TILE_SIDES[0], _TILE_SIDES[-1] + 1, self.tile_step)]
-        shapes = dict.fromkeys(shape for side in sides for shape in (side, side[::-1]) if math.prod(side) <= _TILE_AREA)
-        rate = self.step_rate or 1.0
-        more = (Tile(rows=r, cols=c, efficiency=rate * _between(best, r * c)) for r, c in shapes if (r, c) not in known)
-        return (*self.tiles, *more)
-
-    def kernel_efficiency(self, rows: int, cols: int, *, stored: bool = False) -> float:
-        """Return the share of the peak that weft's own GEMM kernel reaches with a tile of this shape: that of `kernel_tiles` or
-        `stored_tiles` if they list it, else that of the library's tiles of the same area."""
-        tiles = (self.stored_tiles if stored else ()) or self.kernel_tiles
-        listed = (tile.efficiency for tile in tiles if (tile.rows, tile.cols) == (rows, cols))
-        return next(listed, None) or _between(self._best_efficiency, rows * cols)
-
-    @cached_property
-    def _best_efficiency(self) -> dict[int, float]:
-        """The best efficiency of `tiles`, by area."""
-        best: dict[int, float] = {}
-        for tile in self.tiles:
-            best[tile.rows * tile.cols] = max(tile.efficiency, best.get(tile.rows * tile.cols, 0.0))
-        return best
-
-    def paced_us(self, busy_us: float) -> float:
-        """Return the time of consecutive matmuls that would take `busy_us` at full rate.
-
-        >>> gpu = load("h200x8").gpu
-        >>> gpu.paced_us(100.0), gpu.paced_us(4000.0) > 4000.0
-        (100.0, True)
-        """
-        if self.burst_us is None or self.sustained is None:
-            return busy_us
-        return busy_us + max(0.0, busy_us - self.burst_us) * (1 / self.sustained - 1)
-
-    def power_slowdown(self, before_us: float, busy_us: float, speed: float = 1.0) -> float:
-        """Return how many times as long a matmul takes because the power limit slows it.
-
-        A kernel that is slower than cuBLAS needs less power, so the limit slows it less.
-
-        before_us: the time of earlier matmuls at full rate, by cuBLAS.
-        busy_us: the time of the matmul at full rate.
-        speed: its speed relative to cuBLAS.
-        """
-        if not busy_us:
-            return 1.0
-        return max(1.0, (self.paced_us(before_us + speed * busy_us) - self.paced_us(before_us)) / busy_us)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyEngines:
-    """The copy engines of a GPU.
-
-    copy_us: the fixed cost of a copy.
-    gbps: the rate of one copy at a time. several_gbps: the rate of all concurrent copies of a GPU together.
-    engines: the copies that one GPU should have in flight. If it is more than one, schedules have a copy lane for each peer.
-    strided: what copies non-contiguous rows. A kernel waits for SMs.
-    turning: the share of time that copies to several peers in turn take longer at most, because ranks get out of step and two
-        of them send to the same peer. None for 0.
-    """
-
-    copy_us: float
-    gbps: float
-    several_gbps: float
-    engines: int
-    strided: Literal["engine", "kernel"] = "engine"
-    turning: float | None = None
-
-    def turned_gbps(self, rounds: int) -> float:
-        """Return the rate of copies that go to several peers in this many rounds.
-
-        >>> CopyEngines(copy_us=1.0, gbps=300.0, several_gbps=300.0, engines=1, turning=1.0).turned_gbps(2)
-        200.0
-        """
-        return self.gbps / (1 + (self.turning or 0.0) * (1 - 1 / rounds))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stores:
-    """Loads and stores to peers from kernels.
-
-    gbps: pairs (SMs, rate), ascending. sms: the SMs that a lane of communication blocks occupies. sms_alone: the same while no
-    kernel multiplies.
-    stall: the share of a remote store's time that the storing tile cannot hide. tiles: the share of the rate that stores from a
-    matmul's tiles reach; None for all of it.
-    """
-
-    gbps: tuple[tuple[int, float], ...]
-    sms: int
-    sms_alone: int
-    stall: float
-    tiles: float | None = None
-
-    def rate(self, sms: int) -> float:
-        """Return the rate on `sms` SMs, interpolated between the table's points, and through zero below the first.
-
-        >>> Stores(gbps=((4, 100.0), (8, 200.0)), sms=4, sms_alone=4, stall=0.0).rate(6)
-        150.0
-        """
-        low, below = 0, 0.0
-        for high, above in self.gbps:
-            if sms <= high:
-                return below + (above - below) * (sms - low) / (high - low)
-            low, below = high, above
-        return below
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernels:
-    """The rates and times of weft's own kernels on the GPU.
-
-    sm_gbps: the rate at which one SM reads and writes the GPU's memory, with 16 warps and 16-byte loads.
-    pull_gbps: the rate at which one SM loads from peers, with 96 KiB in flight.
-    l2_share: the share of the last-level cache that still holds its data after a stream has passed through.
-    sums: the number of blocks on an SM that sum what copy engines bring.
-    streamed: the share of the matrix peak that the kernel reaches that multiplies and exchanges (weft.kernels.all_reduce).
-    row_us: the minimum time that this kernel takes for a row of b, because its loads are not asynchronous.
-    exchange_us: the time that this kernel adds to look up its call's number, fill its pipeline, and empty the previous mailbox.
-    lookup_copy_gbps: the rate of a kernel that copies rows to a peer while rows are gathered.
-    lookup_copy_bytes: the bytes of memory traffic for each byte that it copies.
-    lookup_copy_us: the time from the last row of a part to the start of the copy that waits for it.
-    """
-
-    sm_gbps: float
-    pull_gbps: float
-    l2_share: float
-    sums: int
-    streamed: float
-    row_us: float
-    exchange_us: float
-    lookup_copy_gbps: float
-    lookup_copy_bytes: int
-    lookup_copy_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Links:
-    """The links between GPUs. gbps: the usable rate of one link in each direction. latency_us: the latency of one hop.
-    host_gbps: the rate of the host, for pcie only."""
-
-    topology: Topology
-    gbps: float
-    latency_us: float
-    host_gbps: float | None = None
-
-    def wire_us(self, op: str, shard_bytes: float, world_size: int) -> float:
-        """Return the minimum time of a collective within one host.
-
-        Each rank receives every other rank's shard at the rate of its links. On a mesh each shard has a link of its own, and on
-        a ring all of them share two. In an all-to-all on a ring, shards for other ranks pass through these links, too."""
-        shards = world_size - 1.0
-        if self.topology == "mesh":
-            shards = 1.0
-        elif self.topology == "ring":
-            hops = (min(ahead, world_size - ahead) for ahead in range(1, world_size))
-            shards = (sum(hops) if op == "all_to_all" else shards) / 2
-        if self.topology == "pcie" and self.host_gbps:
-            shards = max(shards, world_size * (world_size - 1) * self.gbps / self.host_gbps)
-        return shards * shard_bytes / (self.gbps * 1e3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """The network between hosts, with an adapter for each GPU.
-
-    gbps: the usable rate in each direction. latency_us: the latency of a message's last byte. step_us: the fixed cost of a
-    group of sends and receives. sms: the SMs that it occupies while it runs.
-    """
-
-    gbps: float
-    latency_us: float
-    step_us: float
-    sms: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """The measured times of a collective on `world_size` ranks.
-
-    points: pairs (bytes of one shard, microseconds), ascending.
-    also: the same for fewer ranks, where they were measured, with the same number of points.
-    """
-
-    TAGGED: ClassVar[bool] = True
-    world_size: int
-    points: tuple[tuple[int, float], ...]
-    also: tuple[Table, ...] = ()
-
-    def __post_init__(self) -> None:
-        if any(table.also for table in self.also):
-            raise ValueError("also holds a table that has also of its own; list all of them in the first one's")
-        ranks = [table.world_size for table in self.also]
-        if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= self.world_size:
-            raise ValueError(f"also is of {ranks} ranks; give each number once, below the first one's, {self.world_size}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlphaBeta:
-    """A model of a collective's time: fixed_us + (n - 1) * (step_us + bytes / gbps), with gbps as on the whole machine."""
-
-    TAGGED: ClassVar[bool] = True
-    fixed_us: float
-    step_us: float
-    gbps: float
+BY_HAND = "set by hand"
+"""The source of a number that was set for a what-if."""
+RESCALED = f"scaled with what was {BY_HAND}; before: "
+"""The source of a number that was rescaled begins with this text."""
+_TEXT_FIELDS = ("links.topology", "copies.strided")
+_OPTIONAL = ("links.host_gbps",)
+"""Paths that can be set even if the machine does not have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -478,7 +200,7 @@ class Machine:
         return scaling.kernel_rate_name if scaling.kernel_rate_name in self.gpu.tflops else scaling.rate_name
 
     def what_if(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Machine:
-        """Return this machine with other numbers, and with those rescaled that depend on them: see weft.core.what_if.
+        """Return this machine with other numbers, and with those rescaled that depend on them: the module describes how.
 
         changes: the new value of each path, or its JSON as text. more: the same, with __ in place of a dot. Raises ValueError
         for a path that does not exist, and for a value that is not allowed, with what would work.
@@ -487,9 +209,7 @@ class Machine:
         >>> faster.copies.gbps, faster.stores.rate(4), faster.sources["copies.gbps"][:23]
         (740.0, 230.0, 'scaled with what was se')
         """
-        from weft.core.what_if import what_if
-
-        return what_if(self, {**(changes or {}), **{name.replace("__", "."): value for name, value in more.items()}})
+        return _what_if(self, {**(changes or {}), **{name.replace("__", "."): value for name, value in more.items()}})
 
     @cached_property
     def within_a_kernel(self) -> Machine:
@@ -527,29 +247,6 @@ class Machine:
         return f"{self.name}: {self.description} ({self.world_size} GPUs, {self.links.topology})"
 
 
-def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of a machine with the path of its field. All rows of a table have the table's path. Spreads are left
-    out, because they describe other numbers."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield path, value
-    elif dataclasses.is_dataclass(value):
-        for part in dataclasses.fields(value):
-            if not part.metadata:
-                yield from numbers(getattr(value, part.name), f"{path}.{part.name}" if path else part.name)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from numbers(item, f"{path}.{key}")
-    elif isinstance(value, tuple):
-        for item in value:
-            for _, number in numbers(item, path):
-                yield path, number
-
-
-def within(number: float) -> float:
-    """Return the nearest number that a machine may have."""
-    return max(LEAST, min(number, MOST))
-
-
 @cache
 def names() -> tuple[str, ...]:
     """Return the names of the shipped profiles."""
@@ -571,3 +268,151 @@ def load(name_or_path: str | Path) -> Machine:
     if path.suffix == ".json" or os.path.isfile(path):  # isfile is also False where the user has no access
         return codec.read(Machine, path)
     raise ValueError(f"machine is {str(name_or_path)!r}; weft has {', '.join(names())}, or give the path of a JSON file")
+
+
+def _what_if(machine: Machine, changes: Mapping[str, Any]) -> Machine:
+    known = dict.fromkeys([*(path for path, _ in numbers(machine)), *_TEXT_FIELDS, *_OPTIONAL])
+    for path in changes:
+        if path not in known:
+            raise ValueError(f"{path!r} is no number of machine {machine.name}; it has {', '.join(known)}")
+
+    def read(path: str, value: Any) -> Any:
+        return numbers_of(path, value) if isinstance(value, str) and path not in _TEXT_FIELDS else value
+
+    edits = {path: read(path, value) for path, value in changes.items()}
+    if not edits:
+        return machine
+    _check(machine, edits)
+    data: dict[str, Any] = codec.dump(machine)
+    _put_all(data, edits)
+    rescaled = _rescale_with_links(machine, data, edits)
+    rescaled |= _rescale_with_sms(machine, data, edits, rescaled)
+    _put_all(data, rescaled)
+    data["sources"] |= {path: BY_HAND for path in edits if path not in _TEXT_FIELDS}
+    data["sources"] |= {path: RESCALED + machine.sources[path] for path in rescaled if path in machine.sources}
+    data["description"] = _describe(machine, edits)
+    made: Machine = codec.load(Machine, data)
+    return made
+
+
+def _put_all(data: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for path, value in values.items():
+        put(data, path, lambda _: value)  # noqa: B023
+
+
+def _check(machine: Machine, edits: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number that no schedule could run with, with what would work."""
+    if edits.get("copies.engines") == 0:
+        raise ValueError(
+            "copies.engines is 0; schedules that copy need an engine: for a GPU without one, choose a schedule that stores, "
+            "such as --schedule direct_store or flag_gated_2d"
+        )
+    blocks, sms = edits.get("stores.sms", 1), edits.get("gpu.sms", machine.gpu.sms)
+    if isinstance(blocks, int) and isinstance(sms, int) and blocks > max(1, sms // 2):
+        raise ValueError(f"stores.sms is {blocks}; a GEMM runs during communication: use at most {sms // 2}, half of gpu.sms")
+    if edits.get("gpu.sms") == 1:
+        raise ValueError("gpu.sms is 1; communication blocks and a GEMM run concurrently: use 2 or more")
+
+
+def _describe(machine: Machine, edits: Mapping[str, Any]) -> str:
+    """Return the description of the changed machine: its number of GPUs, and the edits."""
+    description = machine.description
+    if "world_size" in edits:
+        description = re.sub(rf"^{machine.world_size}\b", str(edits["world_size"]), description)
+    others = [f"{path} {value}" for path, value in edits.items() if not isinstance(value, list)]
+    others += [path for path, value in edits.items() if isinstance(value, list)]
+    return f"{description}; what if {', '.join(others)}"
+
+
+def _rescale_with_links(machine: Machine, data: dict[str, Any], edits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers that change with the rate or the topology of links, by path."""
+    links, ranks = machine.links, max(2, data["world_size"])
+    rescaled: dict[str, Any] = {}
+    topology = edits.get("links.topology", links.topology)
+    if topology not in _LINKS_PER_GPU:
+        return rescaled  # loading the machine raises an error that lists the topologies
+    if topology != links.topology and "links.gbps" not in edits:
+        rescaled["links.gbps"] = within(links.gbps * _LINKS_PER_GPU[links.topology](ranks) / _LINKS_PER_GPU[topology](ranks))
+    rate = edits.get("links.gbps", rescaled.get("links.gbps", links.gbps))
+    if not isinstance(rate, (int, float)) or not rate > 0:
+        return rescaled  # loading the machine raises an error that says what works
+    host = edits.get("links.host_gbps", links.host_gbps)
+    if "links.gbps" in edits and topology == links.topology:
+        factor = rate / links.gbps
+        if links.host_gbps and "links.host_gbps" not in edits:
+            host = rescaled["links.host_gbps"] = within(links.host_gbps * factor)
+        for path, gbps in (("copies.gbps", machine.copies.gbps), ("copies.several_gbps", machine.copies.several_gbps)):
+            rescaled[path] = within(gbps * factor)
+        rescaled["stores.gbps"] = [[sms, within(gbps * factor)] for sms, gbps in machine.stores.gbps]
+    after = dataclasses.replace(links, topology=topology, gbps=rate, host_gbps=host)
+    for op, model in machine.collectives.items():
+        factor = links.wire_us(op, 1.0, ranks) / after.wire_us(op, 1.0, ranks)
+        paths = {path for path, _ in numbers(model, f"collectives.{op}") if not path.endswith(".world_size")}
+        if factor != 1.0 and not paths & set(edits):
+            rescaled |= _rescale_collective(op, model, factor)
+    return {path: value for path, value in rescaled.items() if path not in edits}
+
+
+_LINKS_PER_GPU: dict[str, Callable[[int], float]] = {
+    "switch": lambda n: 1.0,
+    "pcie": lambda n: 1.0,
+    "ring": lambda n: 2.0,
+    "mesh": lambda n: n - 1.0,
+}
+"""The number of links that a GPU has among n GPUs, by topology."""
+
+
+def _rescale_collective(op: str, model: Table | AlphaBeta, factor: float) -> dict[str, Any]:
+    """Return the numbers of a collective whose links are `factor` times as fast, by path."""
+    rescaled = codec.dump(rescale(model, factor))
+    names = ("gbps",) if isinstance(model, AlphaBeta) else ("points", "also") if model.also else ("points",)
+    return {f"collectives.{op}.{name}": rescaled[name] for name in names}
+
+
+def rescale(model: Table | AlphaBeta, factor: float) -> Table | AlphaBeta:
+    """Return the costs of a collective whose links are `factor` times as fast.
+
+    The time that grows with bytes is divided by the factor, and the latency stays. All numbers stay within the limits of a
+    machine's numbers.
+
+    >>> rescale(Table(world_size=2, points=((64, 10.0), (1024, 30.0))), 2.0).points
+    ((64, 10.0), (1024, 20.0))
+    """
+    if isinstance(model, AlphaBeta):
+        return dataclasses.replace(model, gbps=within(model.gbps * factor))
+    fixed_us = min(us for _, us in model.points)
+    points = tuple((size, within(fixed_us + (us - fixed_us) / factor)) for size, us in model.points)
+    return dataclasses.replace(model, points=points, also=tuple(_rescale_table(other, factor) for other in model.also))
+
+
+def _rescale_table(table: Table, factor: float) -> Table:
+    rescaled = rescale(table, factor)
+    assert isinstance(rescaled, Table)
+    return rescaled
+
+
+def _rescale_with_sms(
+    machine: Machine, data: dict[str, Any], edits: Mapping[str, Any], rescaled_with_links: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the numbers that change with the number of SMs, by path.
+
+    rescaled_with_links: the numbers that `_rescale_with_links` has returned.
+    """
+    sms, before = data["gpu"]["sms"], machine.gpu.sms
+    if "gpu.sms" not in edits or not isinstance(sms, int) or sms < 2:
+        return {}
+    rescaled: dict[str, Any] = {
+        f"gpu.tflops.{dtype}": within(rate * sms / before) for dtype, rate in machine.gpu.tflops.items()
+    }
+    stores = machine.stores
+    if "stores.gbps" in rescaled_with_links:
+        stores = dataclasses.replace(stores, gbps=tuple((count, gbps) for count, gbps in rescaled_with_links["stores.gbps"]))
+    rescaled["stores.gbps"] = [*([count, gbps] for count, gbps in stores.gbps if count < sms), [sms, stores.rate(sms)]]
+    if sms < before:
+        rescaled["stores.sms"] = max(1, min(stores.sms, sms // STORES_SHARE))
+        rescaled["stores.sms_alone"] = max(1, min(stores.sms_alone, sms // 2))
+        if machine.network:
+            rescaled["network.sms"] = max(1, min(machine.network.sms, sms // STORES_SHARE))
+        if machine.collective_sms:
+            rescaled["collective_sms"] = max(1, min(machine.collective_sms, sms // STORES_SHARE))
+    return {path: value for path, value in rescaled.items() if path not in edits}

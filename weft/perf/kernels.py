@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import simpy
 
-from weft.core.capabilities import H200
 from weft.core.schedule import FusedCollective, Gemm, Part, Reduce, Sum
 from weft.core.work import is_plain, region_bytes
 from weft.perf import staging
 from weft.perf.contention import Time
-from weft.perf.shapes import by_hardware, shape_of
+from weft.perf.shapes import by_hardware, shape_of, shapes_for
 from weft.perf.terms import GemmCost, adding_us, gemm_cost, hbm_us, kernel_cost, stalled_us, streamed_cost
 from weft.perf.world import FullKernel, Process, World, ns
 
@@ -190,8 +189,8 @@ def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> Ge
     out_itemsize = 4 if world.schedule.buffer[step.parts[0].out.buffer].float32 else problem.itemsize
     late = tuple(region_bytes(world.schedule, part.a) for part in step.parts if _arrives(part))
     shape, stored, dtype = None, by_hardware(step), problem.rate_name
-    if machine.gpu.kernel_tiles and not plain:
-        shape = shape_of(step, replace(H200, sms=machine.gpu.sms), machine, problem.scaling)
+    if machine.gpu.capabilities and not plain and shapes_for(machine.gpu.capabilities, problem.scaling):
+        shape = shape_of(step, machine.gpu.capabilities, machine, problem.scaling)
     key = rows, n, k, sms, step.accumulate, out_itemsize, plain, kernel and kernel.hops, shape, stored, late
     if key not in world.costs:
         if kernel:
@@ -230,7 +229,7 @@ def _arrives(part: Part) -> bool:
 
 def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
     """Return the fused kernel that multiplies, exchanges and sums (weft.kernels.all_reduce), if this step is part of one."""
-    if not world.machine.gpu.kernel_tiles:
+    if not world.machine.gpu.capabilities:
         return None
     for lane in world.schedule.ranks[rank]:
         for (low, _), kernel in world.spelled_out.of_lane(rank, lane.name).items():

@@ -10,16 +10,14 @@ which the lane is free.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from weft.core.capabilities import H200
 from weft.core.machine import Machine
 from weft.core.problem import REDUCTIONS, Problem, split
-from weft.perf.shapes import Arriving, best_shape
+from weft.perf.shapes import Arriving, best_shape, shapes_for
 from weft.perf.terms import COPY_WITH_GEMM, GEMM_WITH_COPY, GemmCost, gemm_cost, hbm_us, kernel_cost, slowed
 
 
@@ -92,10 +90,9 @@ class Rank:
         key, gpu = (tuple(parts), sms, counts_tiles), self.machine.gpu
         if key not in self._weft_gemms:
             stored = not counts_tiles and not any(part.away for part in parts)
-            shape = None
-            if gpu.kernel_tiles:
-                gpu_like, scaling = dataclasses.replace(H200, sms=gpu.sms), self.problem.scaling
-                shape = best_shape(key[0], gpu_like, self.machine, stored=stored, scaling=scaling)
+            shape, scaling = None, self.problem.scaling
+            if gpu.capabilities and shapes_for(gpu.capabilities, scaling):
+                shape = best_shape(key[0], gpu.capabilities, self.machine, stored=stored, scaling=scaling)
             self._weft_gemms[key] = kernel_cost(
                 self.machine,
                 rows=tuple(part.rows for part in parts),

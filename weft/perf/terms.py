@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from weft.core.concurrent import ConcurrentProblem
-from weft.core.machine import AlphaBeta, Machine, Table, Tile
+from weft.core.hardware import AlphaBeta, Table, Tile
+from weft.core.machine import Machine
 from weft.core.problem import RATE_ITEMSIZE, CollectiveProblem, ColumnProblem, LookupProblem, Op, Problem, RaggedProblem
 from weft.core.schedule import LaneKind, Schedule
 from weft.perf.shapes import TileShape, streamed_tile, whole_tiles

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from weft.core.machine import Machine, as_machine, within
+from weft.core.hardware import within
+from weft.core.machine import Machine, as_machine
 from weft.core.problem import LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.perf.ranking import estimates, heuristic

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 from weft.core.fused_collective import spelled_out
-from weft.core.machine import AlphaBeta, Machine, Tile
+from weft.core.hardware import AlphaBeta, Tile
+from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Copy, Push, Reduce, Schedule, steps_of
 from weft.perf import run

@@ -25,7 +25,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ import torch
 
 from weft import schedules
 from weft.comm.rank_group import RankGroup
-from weft.compat.device import architecture, flop_per_clock, memory_gbps
+from weft.compat.device import architecture, flop_per_clock, memory_gbps, of_properties
 from weft.core import machine
 from weft.core.errors import RankMismatch
 from weft.core.logs import warn_once
@@ -271,8 +271,11 @@ def estimated(name: str, found: Any) -> Machine:
     """Return the nearest profile, adapted to a GPU's properties. found: the result of torch.cuda.get_device_properties."""
     nearest = _nearest(architecture(found))
     near, sms, reported = _load_shipped(nearest), found.multi_processor_count, memory_gbps(found)
+    block = {name: value for name, value in asdict(of_properties(found)).items() if name not in ("sms", "warp")}
+    near = replace(near, gpu=replace(near.gpu, **block))
     faster = sms / near.gpu.sms * flop_per_clock(architecture(found)) / flop_per_clock(_NEAREST[nearest])
     says: dict[str, Any] = {"gpu.sms": sms} | ({"gpu.l2_bytes": found.L2_cache_size} if found.L2_cache_size else {})
+    says["gpu.shared_bytes"] = block["shared_bytes"]
     guessed: dict[str, Any] = {f"gpu.tflops.{dtype}": rate * faster for dtype, rate in near.gpu.tflops.items()}
     guessed |= {"gpu.hbm_gbps": _MEMORY_SHARE * reported} if reported else {}
     made = near.what_if(says | guessed)

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from weft.core import codec, machine
-from weft.core.machine import Gpu, Machine
+from weft.core.hardware import Gpu
+from weft.core.machine import Machine
 from weft.core.problem import ITEMSIZE
 from weft_studies import profile
 

@@ -14,7 +14,7 @@ from weft.schedules.traits import FamilyTraits
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
     """Return the time of one kernel that multiplies and exchanges."""
     machine = rank.machine
-    if machine.gpu.kernel_tiles:
+    if machine.gpu.capabilities:
         cost, fixed_us = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
     else:
         cost, fixed_us = rank.library_gemm(rank.rows), 0.0

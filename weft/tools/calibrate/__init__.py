@@ -48,6 +48,7 @@ HOST_BYTES = tuple(1 << power for power in (12, 14, 16, 18, 20))
 
 NOT_MEASURED = {
     "gpu.sms": "the driver reports it",
+    "gpu.shared_bytes": "the driver reports it",
     "gpu.l2_bytes": "the driver reports it",
     "gpu.cut_k": "it takes many GEMMs to see which ones cuBLAS splits along K",
     "gpu.burst_bytes": "it takes gathers of rows of many lengths; 64 bytes is one access of HBM",

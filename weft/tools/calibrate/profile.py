@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from weft.compat.device import of_properties
 from weft.core import codec
+from weft.core.hardware import AlphaBeta, CopyEngines, Gpu, Links, Stores, Table, Tile, numbers
 from weft.core.logs import warn_once
-from weft.core.machine import AlphaBeta, CopyEngines, Gpu, Links, Machine, Stores, Table, Tile, load, numbers
+from weft.core.machine import Machine, load
 from weft.core.problem import ITEMSIZE
 from weft.core.settings import put
 from weft.perf.terms import gemm_us
@@ -357,8 +359,10 @@ def base(device: str, ranks: int) -> Machine:
 def _gpu() -> Machine:
     nearest = nearest_profile(torch.device("cuda", 0))
     found = torch.cuda.get_device_properties(0)
-    gpu = dataclasses.replace(nearest.gpu, sms=found.multi_processor_count, l2_bytes=found.L2_cache_size)
-    reported = dict.fromkeys(("gpu.sms", "gpu.l2_bytes"), REPORTED)
+    block = dataclasses.asdict(of_properties(found))
+    block.pop("warp")
+    gpu = dataclasses.replace(nearest.gpu, l2_bytes=found.L2_cache_size, **block)
+    reported = dict.fromkeys(("gpu.sms", "gpu.l2_bytes", "gpu.shared_bytes"), REPORTED)
     return dataclasses.replace(nearest, gpu=gpu, sources={**nearest.sources, **reported})
 
 
