@@ -57,7 +57,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "log_agreed_call": (2,),
     "await_same_call": (2,),
     "publish_error_instead": (ValueError("x"),),
-    "get_heap": (torch.device("cpu"),),
     "exchange_names": ("x",),
     "wait_until": (lambda: False, lambda: "x"),
     "fail": (ValueError("x"),),

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.comm import launch_conditions
-from weft.comm.launch_conditions import BLOCKING, OVERLAPPING, agree_on_launch
+from weft.comm import symmetric_heap
+from weft.comm.symmetric_heap import BLOCKING, OVERLAPPING, agree_on_launch
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Group:
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu {device.index}"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.setattr(launch_conditions, "_SET_HERE", set())
+    monkeypatch.setattr(symmetric_heap, "_SET_HERE", set())
     for name in (OVERLAPPING, BLOCKING):
         monkeypatch.setenv(name, "")
 

@@ -19,6 +19,7 @@ from rank_work import here, whole
 
 import weft
 from weft import collectives
+from weft.comm.symmetric_heap import heap_of
 from weft.core.errors import WeftError
 from weft.core.problem import split
 from weft.overlap.concurrent.cuda import CudaExecutor
@@ -102,7 +103,7 @@ def _reach() -> int:
     check_every_operator(512, 256, 384, torch.bfloat16, "node_slices:1", 0)
     group = dist.group.WORLD
     assert group is not None
-    heap = GROUPS.state(group.group_name).rank_group.get_heap(here())
+    heap = heap_of(GROUPS.state(group.group_name).rank_group, here())
     piece = heap.allocate(256)
     ranks = len(piece.addresses)
     heap.free(piece)

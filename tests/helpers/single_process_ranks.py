@@ -13,7 +13,6 @@ import pytest
 import torch
 from devices import H200
 
-import weft.comm.rank_group as rank_group_module
 from weft.comm import symmetric_heap
 from weft.comm.control import ControlSegment
 from weft.comm.processes import process_start
@@ -141,7 +140,7 @@ def resources_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch, order: 
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
-    monkeypatch.setattr(rank_group_module, "agree_on_launch", lambda group, device: "")
+    monkeypatch.setattr(symmetric_heap, "agree_on_launch", lambda group, device: "")
     return FakeResources(rank_group, torch.device("cuda", 0), order)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rank_pools import Pool, interpreting
 from rank_work import bound, whole
 
+from weft.comm.symmetric_heap import heap_of
 from weft.core.problem import SCALE_BLOCK, Problem, Scaling, split
 from weft.runtime.ranks import Ranks
 
@@ -62,7 +63,7 @@ def _memory(layout: Any, blocks: int) -> Iterator[Any]:
     from weft.kernels.all_reduce import mailbox
 
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    piece = rank_group.get_heap(torch.device("cpu")).allocate(layout.mailbox_bytes)
+    piece = heap_of(rank_group, torch.device("cpu")).allocate(layout.mailbox_bytes)
     try:
         yield mailbox(piece.addresses, layout.blocks(blocks), torch.device("cpu"))
     finally:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rank_pools import interpreted_ranks
 
 from weft.comm.rank_group import RankGroup
-from weft.comm.symmetric_heap import HostAllocation
+from weft.comm.symmetric_heap import HostAllocation, heap_of
 from weft.core.schedule import Flag, Region
 from weft.runtime.bindings import Bindings
 from weft.runtime.ranks import Ranks
@@ -210,7 +210,7 @@ class _Exchange:
         self.rank, self.size = self.rank_group.rank, self.rank_group.world_size
         self.rows, self.cols, self.lead = rows, cols, cols + gap
         place = rows * self.lead * 2
-        piece = self.rank_group.get_heap(CPU).allocate(_WORDS_BYTES + self.size * place)
+        piece = heap_of(self.rank_group, CPU).allocate(_WORDS_BYTES + self.size * place)
         assert isinstance(piece, HostAllocation)
         self.words, self.addresses = piece.words(self.rank, self.size * CHUNKS), piece.addresses
         self.src = torch.zeros(rows, cols, dtype=torch.float16)

@@ -16,6 +16,7 @@ from rank_work import check_scatter
 
 import weft
 from weft.checker import check
+from weft.comm.symmetric_heap import heap_of
 from weft.core.problem import Problem
 from weft.core.schedule import FusedCollective, Gemm
 from weft.runtime.ranks import Ranks
@@ -74,7 +75,7 @@ def _ahead() -> None:
     layout = kernel.plan(problem, rank, problem.shards, hops="scatter", multiply=True, device=torch.device("cpu"), sms=1)
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
     device = torch.device("cpu")
-    memory = kernel.mailbox(rank_group.get_heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    memory = kernel.mailbox(heap_of(rank_group, device).allocate(layout.mailbox_bytes).addresses, 1, device)
     received = kernel.received
 
     def late(*arguments: Any) -> Any:

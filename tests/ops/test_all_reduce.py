@@ -19,6 +19,7 @@ from rank_work import check_all_reduce, whole
 
 import weft
 from weft.checker import ScheduleError, check
+from weft.comm.symmetric_heap import heap_of
 from weft.core.errors import WaitTimeout
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import RECIPES, Problem, Recipe, Scaling, split
@@ -195,7 +196,7 @@ def _without_meeting(one_hop: bool) -> None:
     device = torch.device("cpu")
     layout = kernel.plan(problem, rank, split(8, size), hops="one" if one_hop else "two", multiply=True, device=device, sms=1)
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    memory = kernel.mailbox(rank_group.get_heap(device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    memory = kernel.mailbox(heap_of(rank_group, device).allocate(layout.mailbox_bytes).addresses, 1, device)
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.01 * (rank == 1))

@@ -27,7 +27,7 @@ import weft
 from weft import collectives
 from weft.comm.membership import nodes_of, ranks_per_node
 from weft.comm.rank_group import RankGroup
-from weft.comm.symmetric_heap import rendezvous_of
+from weft.comm.symmetric_heap import heap_of, rendezvous_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout
 from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import RankFailed, Ranks
@@ -154,7 +154,7 @@ def _out_of_reach() -> tuple[tuple[int, ...], bool, list[int]]:
     assert group is not None
     rank_group = RankGroup(group)
     try:
-        piece = rank_group.get_heap(torch.device("cpu")).allocate(64)
+        piece = heap_of(rank_group, torch.device("cpu")).allocate(64)
         assert len(piece.addresses) == len(rank_group.ranks_on_node)
         return rank_group.nodes, rank_group.one_host, list(piece.ranks)
     finally:

@@ -55,14 +55,6 @@ OPTIONAL["weft.models.float8"] = {"torchao"}
 model is read with the modules that transformers builds from it. weft.models.float8 is itself imported inside functions."""
 
 
-KNOWN_CIRCLES = [
-    ["weft.comm.launch_conditions", "weft.comm.rank_group", "weft.comm.symmetric_heap"],
-    ["weft.core.machine", "weft.core.what_if"],
-]
-"""The first one is of types: a heap, and the agreement on launch conditions, get the ranks that make them. Machine.what_if is a
-method, and its rules are in a module of their own, which it imports when it is called."""
-
-
 def module_name(path: Path) -> str:
     parts = path.relative_to(STUDIES if STUDIES in path.parents else ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -156,7 +148,7 @@ def test_no_modules_import_each_other() -> None:
         for module, path in MODULES.items()
         if path.name != "__init__.py"
     }
-    assert [found for found in circles(graph) if found not in KNOWN_CIRCLES] == []
+    assert circles(graph) == []
 
 
 def test_circles_are_seen() -> None:

@@ -35,7 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -54,12 +54,10 @@ from weft.comm.control import (
     TEXT_BYTES,
     ControlSegment,
 )
-from weft.comm.launch_conditions import agree_on_launch
 from weft.comm.membership import join
 from weft.comm.processes import died
 from weft.comm.relay import Relay
 from weft.comm.shared_memory import PREFIX, SharedSegment, remove_stale_segments, unlink
-from weft.comm.symmetric_heap import SymmetricHeap, make_heap
 from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
 from weft.compat.c10d import living_groups, refusal_of_store, store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
@@ -125,6 +123,12 @@ def _close_all() -> None:
             rank_group.close()
 
 
+class Closeable(Protocol):
+    """What a group closes when it is closed: the heaps of weft.comm.symmetric_heap."""
+
+    def close(self) -> None: ...
+
+
 class FailGroupOnError(AbstractContextManager[None]):
     """A FailGroupOnError is the context of RankGroup.fail_group_on_error. Each call enters one; a generator takes longer."""
 
@@ -171,6 +175,7 @@ class RankGroup:
     name: torch's name of the process group.
     topic: a name that no other process group has.
     lock: a thread holds it from the beginning of a call until the call has published everything for other ranks.
+    heaps: the memory that ranks share, by device (weft.comm.symmetric_heap.heap_of).
     broken: the error by which the group has failed.
     unraised: the failure, if results that were already returned are invalid and no call has raised the error yet.
     """
@@ -252,7 +257,7 @@ class RankGroup:
         self._failure_lock = threading.Lock()
         self._relay: Relay | None = None
         self._rounds = 0
-        self._heaps: dict[torch.device, SymmetricHeap] = {}
+        self.heaps: dict[torch.device, Closeable] = {}
         _LIVING.add(self)
         members = join(group, timeout_s)
         control, self.timeout_s = members.control, members.timeout_s
@@ -522,17 +527,6 @@ class RankGroup:
         lines = difference(self.rank, mine, peer, theirs)
         return RankMismatch(f"ranks disagree in call {call}:\n{lines}{self._explain_captures(peer)}")
 
-    def get_heap(self, device: torch.device) -> SymmetricHeap:
-        """Return the heap that the ranks of this node share on a device. It is closed with the group.
-
-        Collective at its first use on a GPU. Raises ValueError if the ranks' GPUs cannot share memory.
-        """
-        if device not in self._heaps:
-            if device.type == "cuda":
-                self.cannot_overlap = agree_on_launch(self, device)
-            self._heaps[device] = make_heap(self, device)
-        return self._heaps[device]
-
     def exchange_names(self, mine: str) -> dict[int, str]:
         """Return the name of the newest segment of each rank of this node. Collective. `await_mapped` comes next."""
         self._rounds += 1
@@ -756,7 +750,7 @@ class RankGroup:
             self._relay.close()
         self._closed = self._closed or self.broken is None
         self.broken = self.broken or WeftError("the process group is closed")
-        for heap in self._heaps.values():
+        for heap in self.heaps.values():
             heap.close()
         with _GROUPS_LOCK:
             self._unregister()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from weft.comm.rank_group import RankGroup
-from weft.comm.symmetric_heap import DeviceHeap
+from weft.comm.symmetric_heap import DeviceHeap, heap_of
 from weft.compat.device import capabilities, idle
 from weft.compat.streams import Driver, Word, comm_stream, current_lane_priority, give_back, priority_number, raw_stream
 from weft.core.logs import LOGGER, warn_once
@@ -80,7 +80,7 @@ class CudaResources:
         _warn_of_few_queues()
         self.order = order or Order(Driver())
         self.driver = self.order.driver
-        heap = rank_group.get_heap(device)
+        heap = heap_of(rank_group, device)
         assert isinstance(heap, DeviceHeap)
         self.heap = heap
         self.wire = CudaWire(rank_group, device) if rank_group.nodes else None

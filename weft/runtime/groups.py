@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from weft.comm.membership import timeout_from_environment
 from weft.comm.rank_group import RankGroup
-from weft.comm.symmetric_heap import Allocation, SymmetricPlace
+from weft.comm.symmetric_heap import Allocation, SymmetricPlace, heap_of
 from weft.compat.c10d import free_unused, has_ended
 from weft.compat.device import on_device
 from weft.compat.dispatch import traced_graph
@@ -187,7 +187,7 @@ class GroupState(Programs):
     def _free_handed_out(self) -> None:
         while self._handed_out:
             piece = self._handed_out.pop()
-            self.rank_group.get_heap(piece.local.device).free(piece)
+            heap_of(self.rank_group, piece.local.device).free(piece)
 
     def _leave(self) -> None:
         """Leave the rank group. After a failure close it for all users, also Peers, so that the group can be used again."""

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
-from weft.comm.symmetric_heap import HostAllocation, HostHeap
+from weft.comm.symmetric_heap import HostAllocation, HostHeap, heap_of
 from weft.compat.c10d import connections, nameless_group
 from weft.core.experts import refused_index
 from weft.core.problem import RaggedProblem, Scaling
@@ -86,7 +86,7 @@ class HostResources:
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group, self.machine = rank_group, nearest_profile(self.device, rank_group.world_size)
-        heap = rank_group.get_heap(self.device)
+        heap = heap_of(rank_group, self.device)
         assert isinstance(heap, HostHeap)
         self.heap = heap
         self.data: HostAllocation | None = None

@@ -23,7 +23,7 @@ import triton
 
 from weft.comm.membership import timeout_from_environment
 from weft.comm.rank_group import RankGroup
-from weft.comm.symmetric_heap import Allocation
+from weft.comm.symmetric_heap import Allocation, heap_of
 from weft.comm.texts import no_group
 from weft.core.errors import WaitTimeout, WeftError, require
 
@@ -83,7 +83,7 @@ class Peers:
             raise ValueError(
                 f"group is on nodes of {nodes} ranks; kernels reach the memory of one node: pass a group within one"
             )
-        self._heap = self._rank_group.get_heap(self.device)
+        self._heap = heap_of(self._rank_group, self.device)
         self.rank, self.world_size = self._rank_group.rank, self._rank_group.world_size
         self.tries = min(2**31 - 1, math.ceil(timeout_s * _LOOKS_PER_S[self.device.type]))
         self._host_timeout_s = 4 * timeout_s

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
+from weft.comm.symmetric_heap import heap_of
 from weft.compat.streams import comm_stream, give_back
 from weft.core.problem import Op, Problem
 from weft.core.schedule import Collective, steps_of
@@ -182,7 +183,7 @@ def shared(clock: Clock, nbytes: int) -> Iterator[tuple[RankGroup, Any]]:
     assert group is not None
     rank_group = RankGroup.acquire(group)
     try:
-        yield rank_group, rank_group.get_heap(clock.device).allocate(nbytes)
+        yield rank_group, heap_of(rank_group, clock.device).allocate(nbytes)
         clock.barrier()
     finally:
         rank_group.release()
