@@ -29,7 +29,7 @@ from weft.core.schedule import (
     waits,
 )
 from weft.overlap.concurrent.collectives import ConcurrentCollective
-from weft.overlap.concurrent.executor import HostExecutor
+from weft.overlap.concurrent.executor import Executor
 from weft.runtime import launch_plan
 from weft.runtime.bindings import Bindings
 from weft.runtime.host import HostProgram
@@ -165,9 +165,9 @@ def traced(*, kernels: bool = False) -> Iterator[Trace]:
         before(RowsOfCall, "moved", lambda self, segment: trace.note(f"rows {segment}"))
         before(Bindings, "view", lambda self, region: trace.at(str(region)))
         before(Bindings, "pieces", lambda self, region: trace.at(str(region)))
-        patch.setattr(HostExecutor, "_start_collective", _noted(trace, HostExecutor._start_collective))
+        patch.setattr(Executor, "_start_collective", _noted(trace, Executor._start_collective))
         before(
-            HostExecutor,
+            Executor,
             "enqueue",
             lambda self, part, collective: trace.note(f"{part.number} by {'its steps' if part.steps else 'gloo'}", USES),
         )
@@ -206,7 +206,7 @@ def _placed(trace: Trace, issue: Callable[..., None]) -> Callable[..., None]:
 def _noted(trace: Trace, begin: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
     """The begin of a collective of gloo's, which returns a wait for its end; both are noted."""
 
-    def started(self: HostExecutor, collective: ConcurrentCollective) -> Callable[[], None]:
+    def started(self: Executor, collective: ConcurrentCollective) -> Callable[[], None]:
         trace.note(f"begin {collective.describe()}", USES)
         wait = begin(self, collective)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -17,8 +17,7 @@ from weft_log import logged
 import weft
 from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.overlap.concurrent import ConcurrentChoice, calls
-from weft.overlap.concurrent.executor import HostExecutor
-from weft.overlap.concurrent.program import CollectivePart, Program
+from weft.overlap.concurrent.executor import CollectivePart, Executor, Program
 from weft.runtime.autotune import Measurement
 from weft.schedules.concurrent import Abilities
 
@@ -67,7 +66,7 @@ def _choices() -> Choices:
     return [(each.key, each.method, {method: round(us, 3) for method, us in each.us.items()}) for each in choices]
 
 
-class Scripted(HostExecutor):
+class Scripted(Executor):
     """A CPU on which each method takes what the script says. script: (method, rank, use) -> us."""
 
     def __init__(self, script: Callable[[str, int, int], float], abilities: Abilities) -> None:
@@ -88,21 +87,28 @@ class Scripted(HostExecutor):
         before = tuple(CollectivePart(number) for number in range(len(collectives)))
         return super().running(Program(name="sequential", computation=program.computation, before=before), collectives)
 
-    def time_ns(self, call: Callable[[], object], calls: int) -> int:
+    def timer(self, call: Callable[[], object], calls: int) -> int:
         self.last = ""
         call()
         return round(1000 * self.script(self.last or "computation", dist.get_rank(), self.uses))
 
 
+@contextmanager
+def _on(device: Scripted) -> Iterator[None]:
+    """Let groups run what is concurrent on this device, and time it by its script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calls, "_make_executor", lambda where: device)
+        patch.setattr(calls, "time_on_host", device.timer)
+        yield
+
+
 def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Choices, int, list[str]]:
     """What is measured and chosen on a scripted device; how often the computation ran; what was warned of."""
     weft.close()
-    plain = calls.HostExecutor
     abilities = Abilities(priority=True, ctas=True, left=True, copy_engine=True)
-    calls.HostExecutor = lambda device: Scripted(script, abilities)  # type: ignore[assignment, misc, return-value]
     exchange, products = Exchange("all_reduce", CPU), Products(CPU)
     try:
-        with logged() as seen:
+        with logged() as seen, _on(Scripted(script, abilities)):
             for turn in range(uses):
                 exchange.fill(turn)
                 products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
@@ -110,7 +116,6 @@ def _scripted(script: Callable[[str, int, int], float], uses: int) -> tuple[Choi
         return _choices(), products.calls, seen
     finally:
         weft.close()
-        calls.HostExecutor = plain  # type: ignore[misc]
 
 
 FAIR, LACKING = "copy_engine+priority+ctas=32", "nccl+priority+ctas=16"
@@ -192,7 +197,7 @@ class Moving(Scripted):
 
     def running(self, program: Program, collectives: Sequence[Any]) -> Any:
         self.last = program.name
-        return HostExecutor.running(self, program, collectives)
+        return Executor.running(self, program, collectives)
 
 
 def _left_bound(fastest: str) -> list[str]:
@@ -200,21 +205,20 @@ def _left_bound(fastest: str) -> list[str]:
     from weft.runtime.groups import GROUPS
 
     weft.close()
-    plain, abilities = calls.HostExecutor, Abilities(copy_engine=True, pull=True)
-    calls.HostExecutor = lambda device: Moving(lambda method, *_: 100.0 if method == fastest else 300.0, abilities)  # type: ignore[assignment, misc, return-value]
+    device = Moving(lambda method, *_: 100.0 if method == fastest else 300.0, Abilities(copy_engine=True, pull=True))
     exchange, products = Exchange("all_reduce", CPU), Products(CPU)
     try:
-        weft.concurrent(products, weft.AllReduce(torch.zeros(8)), method="copy_engine")
-        for turn in range(3):
-            exchange.fill(turn)
-            products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
-            exchange.check(turn)
-        assert [method for _, method, _ in _choices()] == [fastest]
-        state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.schedules()]
+        with _on(device):
+            weft.concurrent(products, weft.AllReduce(torch.zeros(8)), method="copy_engine")
+            for turn in range(3):
+                exchange.fill(turn)
+                products.check(weft.concurrent(products, exchange.collective, key="k", repeatable=True))
+                exchange.check(turn)
+            assert [method for _, method, _ in _choices()] == [fastest]
+            state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            return [f"{schedule.name} of {schedule.problem.m}" for schedule in state.schedules()]
     finally:
         weft.close()
-        calls.HostExecutor = plain  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +244,7 @@ def test_what_one_rank_lacks_all_leave_out(ranks: RankFixture) -> None:
     assert us[method] == 250.0
     assert LACKING not in us
     for rank, reason in enumerate(["another rank cannot", f"this rank has no {LACKING}"]):
-        assert any(text.startswith(LACKING) and reason in text for text in answers[rank][2])
+        assert any(LACKING in text and reason in text for text in answers[rank][2])
 
 
 def _real_trial() -> Choices:

@@ -14,8 +14,7 @@ import weft
 from weft.core.errors import PeerLost
 from weft.core.schedule import UserCall
 from weft.overlap.concurrent.collectives import SendReceive, rehearsed
-from weft.overlap.concurrent.executor import HostExecutor
-from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
+from weft.overlap.concurrent.executor import CollectivePart, Executor, Program
 
 
 def _averaged_in_two_steps(repeatable: bool) -> list[float]:
@@ -66,15 +65,13 @@ def test_a_smaller_microbatch_is_no_key_of_its_own(ranks: RankFixture) -> None:
 
 
 def test_gradients_that_could_not_be_averaged_raise() -> None:
-    executor, under_way = HostExecutor(torch.device("cpu")), threading.Event()
+    executor, under_way = Executor(torch.device("cpu")), threading.Event()
 
     def wait() -> None:
         under_way.wait()
         raise PeerLost("rank 1 died")
 
-    program = Program(
-        name="nccl", computation=UserCall("computation"), side_stream=SideStream((CollectivePart(0),), False, False)
-    )
+    program = Program(name="nccl", computation=UserCall("computation"), beside=(CollectivePart(0),))
     executor._start_collective = lambda collective: wait  # type: ignore[method-assign]
     given = executor.future(program, cast(Any, None), torch.ones(2))
     assert not given.done()

@@ -15,10 +15,10 @@ from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
 from weft.overlap import controls
 from weft.overlap.concurrent import cuda
+from weft.overlap.concurrent.calls import ShapedKernels
 from weft.overlap.concurrent.collectives import ConcurrentCollective
 from weft.overlap.concurrent.cuda import CudaExecutor
-from weft.overlap.concurrent.kernels import ShapedKernels
-from weft.overlap.concurrent.program import Program, program_of
+from weft.overlap.concurrent.executor import Program, program_of
 from weft.schedules.concurrent import build
 
 GPU = torch.device("cuda", 0)

@@ -19,7 +19,7 @@ import weft
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem
 from weft.overlap.concurrent import ConcurrentChoice
-from weft.overlap.concurrent.program import Program, program_of
+from weft.overlap.concurrent.executor import Program, program_of
 from weft.overlap.hooks import data_parallel
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]

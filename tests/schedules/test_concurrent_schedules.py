@@ -14,7 +14,7 @@ from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of,
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Collective, Copy, Flag, Lane, Region, Schedule, Signal, Step, UserCall, Wait
 from weft.core.span import total_us
-from weft.overlap.concurrent.program import CollectivePart, Program, SideStream, program_of
+from weft.overlap.concurrent.executor import CollectivePart, Program, program_of
 from weft.planner.shortlist import AT_MOST, shortlist
 from weft.schedules import collectives
 from weft.schedules.builder import Request
@@ -224,10 +224,10 @@ def test_each_rank_runs_its_own_lanes() -> None:
     assert isinstance(call, UserCall)
     one = replace(compute, steps=(*network.steps, call))
     for lanes, expected in (
-        ((compute, network), Program(name="nccl", computation=call, side_stream=SideStream((CollectivePart(0),), False, True))),
+        ((compute, network), Program(name="nccl", computation=call, beside=(CollectivePart(0),), late=True)),
         (
             (replace(network, priority=True), compute),
-            Program(name="nccl", computation=call, side_stream=SideStream((CollectivePart(0),), True, False)),
+            Program(name="nccl", computation=call, beside=(CollectivePart(0),), priority=True),
         ),
         ((one,), Program(name="nccl", computation=call, before=(CollectivePart(0),))),
         (
@@ -236,7 +236,7 @@ def test_each_rank_runs_its_own_lanes() -> None:
         ),
         (
             (network, replace(compute, steps=(replace(call, left=8),))),
-            Program(name="nccl", computation=replace(call, left=8), side_stream=SideStream((CollectivePart(0),), False, False)),
+            Program(name="nccl", computation=replace(call, left=8), beside=(CollectivePart(0),)),
         ),
     ):
         other = with_lanes(schedule, 1, *lanes)
@@ -287,10 +287,9 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     """Of each collective the schedule that weft.schedules.collectives makes; and whatever else is in a rank's lanes."""
     whole = problem("all_gather", "all_reduce")
     schedule = build(whole, spec, fan_out=fan_out)
-    side_stream = program_of(schedule, 2).side_stream
-    assert side_stream is not None
-    assert [part.number for part in side_stream.parts] == [0, 1]
-    for part in side_stream.parts:
+    parts = program_of(schedule, 2).beside
+    assert [part.number for part in parts] == [0, 1]
+    for part in parts:
         one = whole.collectives[part.number]
         assert isinstance(one, CollectiveProblem)
         made = collectives.PULL_BUILDERS if "pull" in spec else collectives.PUSH_BUILDERS
@@ -301,10 +300,9 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
     lane, *others = schedule.ranks[1] if "late" not in spec else schedule.ranks[1][::-1]
     more = replace(lane, steps=(*lane.steps, Signal(Flag("never.1", 1))))
     lanes = (more, *others) if "late" not in spec else (*others[::-1], more)
-    found = program_of(with_lanes(schedule, 1, *lanes), 0).side_stream
-    assert found is not None
-    assert found.parts[0] == side_stream.parts[0]
-    assert Signal(Flag("never", 1)) in [step for lane in found.parts[1].steps.ranks[1] for step in lane.steps]  # type: ignore[union-attr]
+    first, second = program_of(with_lanes(schedule, 1, *lanes), 0).beside
+    assert first == parts[0]
+    assert Signal(Flag("never", 1)) in [step for lane in second.steps.ranks[1] for step in lane.steps]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("ops", [("all_gather",), ("all_reduce",), ("all_gather", "all_reduce")])

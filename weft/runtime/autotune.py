@@ -206,11 +206,11 @@ class AutotuningRun(Generic[P]):
         assert specs[0] == BASE, specs
         best = self.bind(BASE)
         self._all_ranks_bound(BASE, True)
-        measurements = [self._measure(BASE, best)]
+        measurements = [self.measure(BASE, partial(self._call_and_free, best))]
         for spec in specs[1:]:
             program = self._bind_on_all_ranks(spec)
             if program is not None:
-                measurements.append(self._measure(spec, program, measurements[0]))
+                measurements.append(self.measure(spec, partial(self._call_and_free, program), measurements[0]))
                 best, loser = (program, best) if leader(measurements) is measurements[-1] else (best, program)
                 self.drop(loser)
         return self._run_final(best, measurements)
@@ -283,9 +283,11 @@ class AutotuningRun(Generic[P]):
     def _all_ranks_bound(self, spec: str, mine: bool) -> bool:
         return all(self.exchange(f"autotuning of {spec}: bound", int(mine)))
 
-    def _measure(self, spec: str, program: P, base: Measurement | None = None) -> Measurement:
-        """Time one candidate. base: what sequential took, or None while sequential itself is measured."""
-        call = partial(self._call_and_free, program)
+    def measure(self, spec: str, call: Callable[[], object], base: Measurement | None = None) -> Measurement:
+        """Time the calls of one candidate, or of any other work of all ranks. `spec` is its name.
+
+        base: what sequential took, or None while sequential itself is measured.
+        """
         for _ in range(_FIRST_CALLS):
             call()
         calls = calls_of_a_run(max(self.exchange(f"autotuning of {spec}: one call", self.timer(call, 1))))
@@ -301,6 +303,15 @@ def _take_medians(spec: str, ns: Sequence[int], queued_ns: Sequence[int] = ()) -
     return Measurement(
         spec=spec, us=statistics.median(ns) / 1e3, queued_us=statistics.median(queued_ns) / 1e3 if queued_ns else None
     )
+
+
+def time_on_host(call: Callable[[], object], calls: int) -> int:
+    """Time calls that have ended when they return. This is a Timer."""
+    call()
+    begin = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter_ns() - begin) // calls
 
 
 def timer_for(device: torch.device) -> Timer | None:

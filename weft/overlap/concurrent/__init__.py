@@ -1,8 +1,8 @@
 """Collectives that run concurrently with independent computation: data parallel, FSDP, pipelines.
 
-    api.py           concurrent, as a call or a context        choice.py     which schedule: planned, or measured
-    collectives.py   the collectives as values                 calls.py      the caches of a process group
-    executor.py      runs a schedule: on CPUs; cuda.py on GPUs kernels.py    kernels whose residency may be capped
+    api.py           concurrent, as a call or a context        choice.py     which schedule the planner chooses
+    collectives.py   the collectives as values                 calls.py      the caches of a group, and what is measured
+    executor.py      runs a schedule on CPUs                   cuda.py       runs a schedule on GPUs
 
 The schedules are those of weft.schedules.concurrent; they are proved, predicted and ranked as any other.
 """

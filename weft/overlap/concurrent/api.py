@@ -17,11 +17,10 @@ from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Schedule
 from weft.ops.common import publish_error_instead, resolve_group
-from weft.overlap.concurrent.calls import GroupCaches, get_caches
+from weft.overlap.concurrent.calls import GroupCaches, ShapedKernels, get_caches
 from weft.overlap.concurrent.choice import ConcurrentChoice
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
-from weft.overlap.concurrent.kernels import ShapedKernels
-from weft.overlap.concurrent.program import Program
+from weft.overlap.concurrent.executor import Program
 from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import SHARDED

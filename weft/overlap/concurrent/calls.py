@@ -7,28 +7,89 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from weft.checker import check
 from weft.comm.rank_group import RankGroup
 from weft.core.concurrent import ConcurrentProblem
+from weft.core.errors import WeftError
+from weft.core.logs import warn_once
 from weft.core.schedule import Schedule
-from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
+from weft.overlap.concurrent.choice import ConcurrentChoice, planned, worth_measuring
 from weft.overlap.concurrent.collectives import ConcurrentCollective, rehearsed
-from weft.overlap.concurrent.executor import Executor, HostExecutor
-from weft.overlap.concurrent.kernels import ShapedKernels
-from weft.overlap.concurrent.program import Program, program_of
+from weft.overlap.concurrent.executor import Executor, Program, program_of
+from weft.runtime.autotune import AutotuningRun, time_on_host, timer_for
+from weft.runtime.bound import BoundProgram
 from weft.runtime.choose import fans_out
 from weft.runtime.collective_calls import affordable, staging_from_environment
-from weft.runtime.groups import GroupState
-from weft.schedules.concurrent import build, parse
+from weft.runtime.groups import GROUPS, GroupState
+from weft.schedules.concurrent import SEQUENTIAL, Abilities, build, parse
 
 K = TypeVar("K")
 V = TypeVar("V")
 MAX_ENTRIES = 256
 """The largest number of entries in each cache of a group. The least recently used entry is removed first."""
+FINAL_RUNS = 11
+"""Each finalist is timed 11 times. The time of one schedule varies by 7% between runs, because the GPU schedules its blocks
+before or after those of the GEMM."""
+
+
+class ShapedKernels:
+    """The named kernels, and their capped versions.
+
+    named: kernels that weft.overlap.controls.shape accepts.
+    caps: the numbers of blocks per SM to try. None tries one block less than fits, and half as many as fit.
+    """
+
+    def __init__(self, named: Sequence[Any] = (), caps: Sequence[int] | None = None) -> None:
+        for cap in caps or ():
+            if not isinstance(cap, int) or cap < 1:
+                raise ValueError(f"residents has {cap!r}; at least one block an SM has to run")
+        if caps and not named:
+            raise ValueError("residents is given without kernels; name the kernels that it is for")
+        self._named, self._caps = tuple(named), caps
+        self._shaped: dict[int, tuple[Any, ...]] = {}
+
+    def residents(self) -> tuple[int, ...]:
+        """Return the caps to try, most blocks first, after a first launch of the kernels.
+
+        The result is empty, and a warning is logged, if the residency of a kernel is unknown and no caps were given.
+        """
+        if not self._named:
+            return ()
+        try:
+            fits = self._fits()
+        except ValueError as error:
+            if self._caps is None:
+                warn_once(f"kernels are not capped: {error}; or pass residents")
+            return tuple(self._caps or ())
+        caps = self._caps if self._caps is not None else (fits - 1, fits // 2)
+        return tuple(sorted({cap for cap in caps if 0 < cap < fits}, reverse=True))
+
+    def _fits(self) -> int:
+        """Return the smallest number of blocks per SM over all kernels. Raises ValueError if a kernel's number is unknown."""
+        from weft.overlap.controls import occupancy
+
+        return min(occupancy(kernel).blocks for kernel in self._named)
+
+    def of(self, resident: int) -> tuple[Any, ...]:
+        """Return the kernels to launch: the original ones for 0, else kernels capped at `resident` blocks per SM."""
+        if not resident:
+            return self._named
+        if resident not in self._shaped:
+            from weft.overlap.controls import shape
+
+            self._shaped[resident] = tuple(shape(kernel, blocks_per_sm=resident) for kernel in self._named)
+        return self._shaped[resident]
+
+    def close(self) -> None:
+        """Undo the settings of all caps."""
+        shaped, self._shaped = self._shaped, {}
+        for kernels in shaped.values():
+            for kernel in kernels:
+                kernel.close()
 
 
 class GroupCaches:
@@ -62,9 +123,11 @@ class GroupCaches:
     ) -> ConcurrentChoice:
         """Return the planner's choice for a key at its first use, and add it to the cache.
 
-        The ranks compare the key, the collectives and the choice. Raises RankMismatch if they differ.
+        fixed: the kernels of the computation cannot be changed, because it is a CUDA graph. The ranks compare the key, the
+        collectives and the choice. Raises RankMismatch if they differ.
         """
-        choice = self._make_chooser(key, collectives, compute_us=compute_us, fixed=fixed).planned()
+        problem = replace(self.make_problem(collectives), compute_us=compute_us)
+        choice = planned(key, problem, collectives[0].device, self._abilities(collectives, (), fixed=fixed))
         self.exchange(_describe_use(key, collectives, f"method: {choice.method}"), 0)
         return self._add_choice(choice, collectives)
 
@@ -79,22 +142,62 @@ class GroupCaches:
     ) -> ConcurrentChoice:
         """Measure a few schedules at the first use of a key, and return the fastest. `compute` may run many times.
 
-        An error on one rank ends the measurement on all ranks.
+        The computation and the collectives are timed alone, the planner selects candidates, and an autotuning run measures
+        these. All programs that are bound for it are released with their memory, also the winner's: the measured calls average,
+        but the user's call may sum. An error on one rank ends the measurement on all ranks.
         """
         self.exchange(_describe_use(key, collectives), 0)
-        executor = self.get_executor(collectives[0].device)
+        device = collectives[0].device
+        executor = self.get_executor(device)
+
+        def exchange(text: str, mine: int) -> tuple[int, ...]:
+            return self.exchange(f"concurrent {key}: {text}", mine)
+
         with self.rank_group.fail_group_on_error(), rehearsed(collectives) as repeatable:
-            compute(*kernels.of(0))  # the number of blocks of a kernel that fit is known after its first launch
-            chooser = self._make_chooser(key, collectives, residents=kernels.residents(), fixed=fixed)
 
-            def run_program(program: Program) -> None:
+            def run_once(program: Program, *, computes: bool = True) -> None:
                 with executor.running(program, repeatable):
-                    compute(*kernels.of(program.computation.resident))
+                    if computes:
+                        compute(*kernels.of(program.computation.resident))
 
-            programs = partial(self.find_program, collectives=repeatable)
-            choice = chooser.measured(
-                executor, self.exchange, programs, run_program, lambda: compute(*kernels.of(0)), repeatable
+            def bind(spec: str) -> Program:
+                """Return a program after one call of its collectives without the computation."""
+                refusal = ""
+                try:
+                    program = self.find_program(spec, repeatable)
+                    executor.prepare(program, repeatable)
+                except WeftError:  # may also be a ValueError, but then the group has failed
+                    raise
+                except ValueError as error:
+                    refusal = str(error)
+                if not all(exchange(f"{spec} is ready", int(not refusal))):  # the collectives need all ranks
+                    raise ValueError(refusal or "another rank cannot run it")
+                run_once(program, computes=False)
+                return program
+
+            run: AutotuningRun[Program] = AutotuningRun(
+                bind=bind,
+                drop=lambda program: None,
+                call=run_once,
+                timer=timer_for(device) or time_on_host,
+                exchange=exchange,
+                final_runs=FINAL_RUNS,
+                base_again=True,
             )
+            sequential = self.find_program(str(SEQUENTIAL), repeatable)
+            compute_us = run.measure("the computation alone", lambda: compute(*kernels.of(0))).us
+            # How many blocks of the kernels fit is known after their first launch.
+            abilities = self._abilities(collectives, kernels.residents(), fixed=fixed)
+            communication_us = run.measure("the collectives alone", partial(run_once, sequential, computes=False)).us
+            problem = replace(self.make_problem(collectives), compute_us=compute_us, communication_us=communication_us)
+            choice = ConcurrentChoice(key=key, method=sequential.name, problem=problem)
+            specs = worth_measuring(key, problem, device, abilities)
+            if len(specs) > 1:
+                bound = _bound_programs(collectives)
+                program, measurements = run.fastest(specs)
+                for state, programs in _bound_programs(collectives).items():
+                    state.forget(programs.difference(bound.get(state, ())))
+                choice = replace(choice, method=program.name, measurements=measurements)
         return self._add_choice(choice, collectives)
 
     def _add_choice(self, choice: ConcurrentChoice, collectives: Sequence[ConcurrentCollective]) -> ConcurrentChoice:
@@ -103,23 +206,10 @@ class GroupCaches:
             self._choices[cache_key] = choice
             return _use(self._choices, cache_key)
 
-    def _make_chooser(
-        self,
-        key: str,
-        collectives: Sequence[ConcurrentCollective],
-        *,
-        compute_us: float | None = None,
-        residents: tuple[int, ...] = (),
-        fixed: bool,
-    ) -> Chooser:
-        """Return a Chooser for a key. `fixed` says that the kernels of the computation cannot be changed, because it is a CUDA
-        graph."""
-        device = collectives[0].device
-        abilities = self.get_executor(device).abilities(collectives)
-        abilities = replace(abilities, left=False) if fixed else replace(abilities, residents=residents)
-        return Chooser(
-            key=key, problem=replace(self.make_problem(collectives), compute_us=compute_us), device=device, abilities=abilities
-        )
+    def _abilities(self, collectives: Sequence[ConcurrentCollective], residents: tuple[int, ...], *, fixed: bool) -> Abilities:
+        """Return what schedules of these collectives may do here. A computation that is `fixed` is left as it is."""
+        found = self.get_executor(collectives[0].device).abilities(collectives)
+        return replace(found, left=False) if fixed else replace(found, residents=residents)
 
     def make_problem(self, collectives: Sequence[ConcurrentCollective], staging_bytes: int | None = None) -> ConcurrentProblem:
         """Return the problem that a schedule of these collectives solves, among the ranks of the first of them."""
@@ -204,6 +294,12 @@ class GroupCaches:
             cache.clear()
 
 
+def _bound_programs(collectives: Sequence[ConcurrentCollective]) -> dict[GroupState, set[BoundProgram]]:
+    """Return the programs that are bound in the collectives' process groups."""
+    states = (GROUPS.known(collective.ranks.group_name) for collective in collectives)
+    return {state: set(state.bound()) for state in states if state}
+
+
 def _use(cache: OrderedDict[K, V], key: K, *, close: Callable[[V], object] = lambda value: None) -> V:
     """Return an entry and mark it as the last used. Close and remove the least recent one beyond MAX_ENTRIES."""
     cache.move_to_end(key)
@@ -224,7 +320,7 @@ def _describe_use(key: str, collectives: Sequence[ConcurrentCollective], *more: 
 
 def _make_executor(device: torch.device) -> Executor:
     if device.type == "cpu":
-        return HostExecutor(device)
+        return Executor(device)
     # Imported only here, because this module needs a CUDA driver.
     from weft.overlap.concurrent.cuda import CudaExecutor
 

@@ -1,4 +1,4 @@
-"""Runs schedules on GPUs: streams fork and join, NCCL runs on a stream with priority or with few blocks, and SMs are left free.
+"""Runs programs on GPUs: streams fork and join, NCCL runs on a stream with priority or with few blocks, and SMs are left free.
 
 A collective that is enqueued without async_op runs on torch's current stream, and has that stream's priority. The number of
 blocks belongs to a communicator. So each (group, number) has a communicator of its own, which all ranks make when a schedule
@@ -7,6 +7,7 @@ first uses it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
@@ -19,9 +20,7 @@ from weft.compat.cublas import has_carveout
 from weft.compat.device import idle
 from weft.overlap import controls
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
-from weft.overlap.concurrent.executor import Executor
-from weft.overlap.concurrent.program import CollectivePart, Program, SideStream
-from weft.runtime.autotune import timer_for
+from weft.overlap.concurrent.executor import CollectivePart, Executor, Program
 from weft.runtime.groups import GROUPS
 from weft.runtime.network import Abort
 from weft.schedules.concurrent import Abilities
@@ -30,42 +29,18 @@ _IDLE_S = 10.0
 """How long `close` waits for the device to become idle before it gives streams back."""
 
 
-class Streams:
-    """Unused streams of one device, by priority. Work that was enqueued on them may still run until `close` gives them back."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[bool, list[torch.cuda.Stream]] = {False: [], True: []}
-
-    @contextmanager
-    def taken(self, priority: bool) -> Iterator[torch.cuda.Stream]:
-        free = self._free[priority]
-        kind: controls.Priority = "high" if priority else "normal"
-        stream = free.pop() if free else controls.comm_stream(priority=kind, device=self._device)
-        try:
-            yield stream
-        finally:
-            free.append(stream)
-
-    def close(self) -> None:
-        """Give the streams back for other uses. The device must have finished their work."""
-        for free in self._free.values():
-            while free:
-                controls.give_back(free.pop())
-
-
 class CudaExecutor(Executor):
-    """Runs programs on one GPU."""
+    """A CudaExecutor runs programs on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._streams = Streams(device)
-        self._lasting = Streams(device)
+        self._streams: dict[tuple[bool, bool], list[torch.cuda.Stream]] = defaultdict(list)
+        """Streams that no use has at present, by whether they have priority, and whether nobody joins them. Work that was
+        enqueued on them may still run."""
         self._groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
     def abilities(self, collectives: Sequence[ConcurrentCollective]) -> Abilities:
-        """Return the options that the GPU supports. NCCL runs sends and receives on its own stream and with its own number of
-        blocks."""
+        """NCCL runs sends and receives on its own stream and with its own number of blocks."""
         streams = not any(isinstance(collective, SendReceive) for collective in collectives)
         moved = all(collective.moves and _on_one_node(collective.ranks) for collective in collectives)
         return Abilities(
@@ -75,11 +50,6 @@ class CudaExecutor(Executor):
             copy_engine=moved,
             pull=moved,
         )
-
-    def time_ns(self, call: Callable[[], object], calls: int) -> int:
-        timer = timer_for(self.device)
-        assert timer is not None
-        return timer(call, calls)
 
     @property
     def capturing(self) -> bool:
@@ -103,26 +73,35 @@ class CudaExecutor(Executor):
         return controls.sm_budget(self._sms - left, device=self.device) if left else nullcontext()
 
     @contextmanager
-    def _run_side_stream(self, side_stream: SideStream, collectives: Sequence[ConcurrentCollective]) -> Iterator[None]:
+    def _beside(self, program: Program, collectives: Sequence[ConcurrentCollective]) -> Iterator[Callable[[], None]]:
         caller = torch.cuda.current_stream(self.device)
-        with self._streams.taken(side_stream.priority) as stream:
-            stream.wait_stream(caller)
-            try:
-                if not side_stream.late:
+        with self._forked(program, joined=True) as stream:
+
+            def start() -> None:
+                if not program.late:
                     controls.launch_order(stream, caller)
-                    self._enqueue(side_stream.parts, collectives, stream)
-                yield
+                with torch.cuda.stream(stream):
+                    self._enqueue_all(program.beside, collectives)
+
+            try:
+                yield start
             finally:
-                if side_stream.late:
-                    self._enqueue(side_stream.parts, collectives, stream)
                 caller.wait_stream(stream)
 
-    def _enqueue(
-        self, parts: Sequence[CollectivePart], collectives: Sequence[ConcurrentCollective], stream: torch.cuda.Stream
-    ) -> None:
-        with torch.cuda.stream(stream):
-            for part in parts:
-                self.enqueue(part, collectives[part.number])
+    @contextmanager
+    def _forked(self, program: Program, *, joined: bool) -> Iterator[torch.cuda.Stream]:
+        """Yield a stream for the collectives of a program, after the work that the caller's stream has now.
+
+        No other use has it before the context ends. joined: the caller joins it there.
+        """
+        free = self._streams[program.priority, joined]
+        priority: controls.Priority = "high" if program.priority else "normal"
+        stream = free.pop() if free else controls.comm_stream(priority=priority, device=self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            yield stream
+        finally:
+            free.append(stream)
 
     def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         collective.enqueue(self.limit_group_ctas(collective.ranks, part.ctas), async_op=False)
@@ -130,21 +109,25 @@ class CudaExecutor(Executor):
     def future(
         self, program: Program, collective: ConcurrentCollective, result: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
-        """Return a future of the result. The future records its events on the collective's stream, so waiting for it waits on
-        streams."""
+        """The future records its events on the collective's stream, so waiting for it waits on streams."""
         made: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self.device])
-        caller = torch.cuda.current_stream(self.device)
-        (part,) = program.parts
         with ExitStack() as stack:
-            if program.side_stream is not None:
-                stream = stack.enter_context(self._lasting.taken(program.side_stream.priority))
-                stream.wait_stream(caller)
-                stack.enter_context(torch.cuda.stream(stream))
-            self.enqueue(part, collective)
+            if program.beside:
+                stack.enter_context(torch.cuda.stream(stack.enter_context(self._forked(program, joined=False))))
+            self._enqueue_all(program.parts, [collective])
             made.set_result(result)
         return made
 
+    def sum_sparse(self, gradients: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(gradients, group=group, async_op=True)
+        summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return summed
+
     def limit_group_ctas(self, group: dist.ProcessGroup, ctas: int) -> dist.ProcessGroup:
+        """Return a group of the same ranks whose NCCL kernels have at most `ctas` blocks, or the group itself for 0.
+
+        Collective if the group has not been created before. Raises ValueError if it cannot be created.
+        """
         if not ctas:
             return group
         known = self._groups.get((group.group_name, ctas))
@@ -171,8 +154,9 @@ class CudaExecutor(Executor):
             for each in ends:
                 each()
             if idle(self.device, _IDLE_S):  # a stream with unfinished work must not go to another user
-                self._streams.close()
-                self._lasting.close()
+                for free in self._streams.values():
+                    while free:
+                        controls.give_back(free.pop())
 
 
 def _ended(end: Callable[[dist.ProcessGroup], object], group: dist.ProcessGroup) -> None:

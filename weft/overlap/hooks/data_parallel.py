@@ -29,10 +29,9 @@ from weft.core.errors import require
 from weft.core.problem import CollectiveProblem
 from weft.ops.common import DTYPES, resolve_group
 from weft.overlap.concurrent.calls import GroupCaches, get_caches
-from weft.overlap.concurrent.choice import Chooser, ConcurrentChoice
+from weft.overlap.concurrent.choice import ConcurrentChoice, planned
 from weft.overlap.concurrent.collectives import AllReduce
-from weft.overlap.concurrent.executor import Executor, HostExecutor
-from weft.overlap.concurrent.program import Program
+from weft.overlap.concurrent.executor import Program
 from weft.runtime.choose import automatic
 from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import PLAIN, parse
@@ -157,7 +156,7 @@ def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp
             collectives=(_full_bucket(model, caches),), world_size=group.size(), nodes=caches.list_nodes(group.size())
         )
         able = caches.get_executor(device).abilities((probe,))
-        choice = Chooser(key=key, problem=problem, device=device, abilities=able).planned(METHODS)
+        choice = planned(key, problem, device, able, METHODS)
     else:
         choice = ConcurrentChoice(key=key, method=method, note="the caller chose it")
     averaging = Averaging(caches, choice, device, group)
@@ -217,7 +216,8 @@ class Averaging:
             method = self._last_bucket_method if self._steps > 1 else method
         if gradients.layout != torch.strided:
             self._buckets[bucket.index()] = f"{gradients.numel()} elements, sparse", str(PLAIN)
-            return _average_sparse(gradients, self.group, self._executor)
+            gradients.div_(self.group.size())
+            return self._executor.sum_sparse(gradients, self.group)  # NCCL or gloo: each rank has different rows
         mean = AllReduce(gradients, self.group, reduction="avg")
         self._buckets[bucket.index()] = mean.describe(), method
         return self._executor.future(self._caches.find_program(method, (mean,)), mean, gradients)
@@ -246,24 +246,6 @@ class Averaging:
         title = f"weft.hooks.ddp averages gradients bucket by bucket among {self.group.size()} ranks. {self.choice}"
         lines = (f"bucket {i}: {what}, {method}" for i, (what, method) in sorted(self._buckets.items()))
         return "\n  ".join([title, *lines])
-
-
-def _average_sparse(
-    gradients: torch.Tensor, group: dist.ProcessGroup, executor: Executor
-) -> torch.futures.Future[torch.Tensor]:
-    """Average sparse gradients by torch.distributed, whatever the method, because each rank has different rows.
-
-    On CPUs the wait has a timeout.
-    """
-    gradients.div_(group.size())
-    if isinstance(executor, HostExecutor):
-        state = GROUPS.state(group.group_name)
-        what = f"all_reduce of sparse gradients, {list(gradients.shape)}"
-        wait = state.begun(what, lambda own: dist.all_reduce(gradients, group=own, async_op=True))
-        return executor.make_future(wait, gradients)
-    work = dist.all_reduce(gradients, group=group, async_op=True)
-    averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return averaged
 
 
 def _average_bucket(averaging: Averaging, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
