@@ -19,6 +19,7 @@ import weft
 from weft.checker.ragged import RaggedCompiler
 from weft.checker.structure import Compiler
 from weft.core import codec, machine, schedule
+from weft.core.parts import joined
 from weft.core.problem import Op
 from weft.core.schedule import (
     STEP_CONTENTS,
@@ -223,7 +224,7 @@ def test_it_comes_back_from_json_by_its_name(kind: type) -> None:
 def test_the_simulator_gives_it_a_time_and_a_text(kind: type) -> None:
     found = made(*EXAMPLES[kind])
     outcome = run(found, machine.load("h200x8"))
-    wanted = {label(rank, step) for rank, _, _, step in places(found, kind)}
+    wanted = {label(rank, step) for rank, _, _, step in places(joined(found), kind)}
     assert all(wanted)
     if kind is FusedCollective:  # is simulated as the steps that it stands for
         assert outcome.total_us > 0

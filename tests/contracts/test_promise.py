@@ -86,12 +86,17 @@ def _changes(schedule: Schedule, what: str, kind: type[Step] | None = None) -> I
     for rank in range(schedule.problem.world_size):
         for other in islice(CHANGES[what](schedule, rank), MOST):
             kinds = kinds_changed(schedule, other)
-            if (other.ranks != schedule.ranks) and (kind is None or kind in kinds) and _proved(other):
+            if (
+                any(_lanes(other, each) != _lanes(schedule, each) for each in range(len(schedule.ranks)))
+                and (kind is None or kind in kinds)
+                and _proved(other)
+            ):
                 yield replace(other, name="by hand")
 
 
-def _same_lanes(schedule: Schedule, rank: int) -> tuple[object, ...]:
-    return tuple((lane.name, lane.kind, lane.steps) for lane in schedule.ranks[rank])
+def _lanes(schedule: Schedule, rank: int) -> tuple[object, ...]:
+    """All lanes of a rank, also those of parts."""
+    return schedule.ranks[rank], *(part.ranks[rank] for part in schedule.parts if part is not None)
 
 
 def _is_within(some: Sequence[str], all_of_it: Iterable[str]) -> bool:
@@ -103,7 +108,7 @@ def _is_within(some: Sequence[str], all_of_it: Iterable[str]) -> bool:
 def _kept_promise(before: Schedule, after: Schedule, seen: Sequence[Events], now: Sequence[Events], what: object) -> None:
     """Where a rank's lanes have changed, what it does has, and nowhere else."""
     for rank, (old, new) in enumerate(zip(seen, now, strict=True)):
-        changed = before.ranks[rank] != after.ranks[rank]
+        changed = _lanes(before, rank) != _lanes(after, rank)
         assert (old != new) == changed, (what, rank, old, new)
 
 

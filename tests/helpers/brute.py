@@ -34,8 +34,9 @@ import numpy as np
 from brute_run import Policy, Run, fills, needs_sms
 from brute_values import Access, Wrong
 
-from weft.core.concurrent import ConcurrentProblem, number_of, plain
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.fused_collective import spelled_out
+from weft.core.parts import named
 from weft.core.problem import CollectiveProblem, Problem
 from weft.core.schedule import (
     Collective,
@@ -333,13 +334,19 @@ def _fits(access: Access, src: Region, number: int) -> bool:
 def problem_of(schedule: Schedule, buffer: str) -> Problem:
     """Of several collectives, the one that a buffer belongs to; else the schedule's."""
     problem = schedule.problem
-    return problem.collectives[number_of(buffer)] if isinstance(problem, ConcurrentProblem) else problem  # type: ignore[return-value]
+    if isinstance(problem, ConcurrentProblem):
+        return problem.collectives[schedule.buffer[buffer].collective]  # type: ignore[return-value]
+    return problem
 
 
 def reachable(schedule: Schedule, buffer: str) -> bool:
     """Whether it is a result that peers may touch."""
     problem = problem_of(schedule, buffer)
-    return plain(buffer) == "out" and isinstance(problem, CollectiveProblem) and problem.reachable
+    return (
+        buffer == named("out", schedule.buffer[buffer].collective)
+        and isinstance(problem, CollectiveProblem)
+        and problem.reachable
+    )
 
 
 def _collective_fits(step: Collective, problem: Problem, rank: int) -> bool:

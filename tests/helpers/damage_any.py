@@ -187,7 +187,12 @@ CHANGES: tuple[Damage, ...] = (
 
 
 def changed(schedule: Schedule, rng: random.Random) -> Schedule:
-    """The schedule with one thing changed, or two."""
+    """The schedule with one thing changed, or two. Of collectives beside a computation, mostly in one of its parts."""
+    number = rng.randrange(len(schedule.parts) + 1) - 1 if schedule.parts else -1
+    part = schedule.parts[number] if number >= 0 else None
+    if part is not None:
+        parts = (*schedule.parts[:number], changed(part, rng), *schedule.parts[number + 1 :])
+        return dataclasses.replace(schedule, parts=parts)
     for _ in range(rng.choice((1, 1, 2))):
         if not any(lane.steps for lanes in schedule.ranks for lane in lanes):
             break

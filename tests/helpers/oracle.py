@@ -21,8 +21,9 @@ import numpy as np
 from brute import Brute, reachable
 from brute_values import PRIME, Access, Values, Wrong, matmul
 
-from weft.core.concurrent import ConcurrentProblem, named
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.fused_collective import spelled_out
+from weft.core.parts import named
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Problem, RaggedProblem
 from weft.core.schedule import (
     Buffer,
@@ -111,17 +112,13 @@ class _Work(Values):
         step, own = access.step, self.problem
         assert isinstance(step, Collective)
         if isinstance(own, ConcurrentProblem):
-            self.problem = dict(own.known)[_number(step.src.buffer)]
+            self.problem = dict(own.known)[self.schedule.buffer[step.src.buffer].collective]
         if step.op == "all_to_all_columns":
             sent = [self.sent[meeting][rank] for rank in range(own.world_size)]
             self.write(step.dst, np.concatenate([rows[slice(*own.shards[access.rank])] for rows in sent], axis=1))
         else:
             super().part(access, meeting)
         self.problem = own
-
-
-def _number(buffer: str) -> int:
-    return int(buffer.rpartition(".")[2]) if "." in buffer else 0
 
 
 def _sequential(problem: Problem, rng: np.random.Generator) -> tuple[Arrays, Arrays]:
@@ -313,7 +310,7 @@ class _Oracle:
                     continue
                 elif isinstance(step, Collective):
                     mask = yield from self._collective(
-                        rank, step, call, (call, meetings + 1000 * _number(step.src.buffer)), mask
+                        rank, step, call, (call, meetings + 1000 * self.schedule.buffer[step.src.buffer].collective), mask
                     )
                     meetings += 1
                 elif isinstance(step, SendReceive):

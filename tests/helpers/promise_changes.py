@@ -15,9 +15,9 @@ from typing import Any
 from damage import with_lanes, with_step, with_steps
 
 from weft.core.concurrent import ConcurrentProblem
+from weft.core.parts import runs_by_library
 from weft.core.schedule import (
     Buffer,
-    Collective,
     Copy,
     Flag,
     Gemm,
@@ -35,6 +35,7 @@ from weft.core.schedule import (
     Signal,
     Span1D,
     Step,
+    UserCall,
     Wait,
     signalled_flags,
 )
@@ -316,7 +317,7 @@ def _lanes_beside(schedule: Schedule, rank: int) -> Iterator[Schedule]:
     """Collectives of NCCL's on a lane of their own instead of the computation's, or the other way round."""
     lanes = list(schedule.ranks[rank])
     (compute,) = (one for one in lanes if one.kind == "compute")
-    moved = tuple(step for step in compute.steps if isinstance(step, Collective))
+    moved = tuple(step for step in compute.steps if isinstance(step, UserCall) and step.collective is not None)
     if moved:
         remaining = tuple(step for step in compute.steps if step not in moved)
         yield with_lanes(schedule, rank, [Lane("network", "network", moved), replace(compute, steps=remaining)])
@@ -324,13 +325,32 @@ def _lanes_beside(schedule: Schedule, rank: int) -> Iterator[Schedule]:
         yield with_lanes(schedule, rank, [replace(compute, steps=(*network.steps, *compute.steps))])
 
 
-CHANGES: dict[str, Change] = {"order": order, "gate": gate, "flag": flag, "region": region, "lane": lane}
+def _in_parts(change: Change) -> Change:
+    """The change, made in the collectives that are not one call of NCCL's, and then in the lanes that call collectives."""
+
+    def changed(schedule: Schedule, rank: int) -> Iterator[Schedule]:
+        for number, part in enumerate(schedule.parts):
+            if part is not None and not runs_by_library(part):
+                for other in change(part, rank):
+                    yield replace(schedule, parts=(*schedule.parts[:number], other, *schedule.parts[number + 1 :]))
+        yield from change(schedule, rank)
+
+    return changed
+
+
+CHANGES: dict[str, Change] = {
+    name: _in_parts(change)
+    for name, change in (("order", order), ("gate", gate), ("flag", flag), ("region", region), ("lane", lane))
+}
 """By what is changed."""
 
 
 def kinds_changed(before: Schedule, after: Schedule) -> set[type[Step]]:
     """The kinds of the steps that one of two schedules has and the other has not, or that have another place in it."""
     found: set[type[Step]] = set()
+    for old_part, new_part in zip(before.parts, after.parts, strict=True):
+        if old_part is not None and new_part is not None:
+            found |= kinds_changed(old_part, new_part)
     for old, new in zip(before.ranks, after.ranks, strict=True):
         one, two = (Counter((lane.name, lane.kind, step) for lane in lanes for step in lane.steps) for lanes in (old, new))
         found |= {type(step) for _, _, step in (one - two) + (two - one)}

@@ -13,7 +13,7 @@ def pushed(steps: Sequence[Step]) -> list[Step]:
     would need an order: at another source, at a place that it has stored to, and at a flag that is signalled more than once."""
     times = Counter(flag for step in steps for flag in signalled_flags(step))
     found: list[Step] = []
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
+    for step, following in zip(steps, [*steps[1:], None], strict=False):
         before = found[-1] if found else None
         if isinstance(step, Signal) and isinstance(before, Push) and before.parts[-1].count == step.flag:
             continue  # the part has it

@@ -163,7 +163,9 @@ def _wrong_schedules() -> str:
     """What is said of a schedule without buffers."""
     tensor = torch.full((64,), float(dist.get_rank()))
     try:
-        weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), method=replace(_built_for(tensor), buffers=()))
+        right = _built_for(tensor)
+        wrong = replace(right, parts=tuple(replace(part, buffers=()) for part in right.parts if part is not None))
+        weft.concurrent(lambda: None, weft.AllReduce(tensor, reduction="avg"), method=wrong)
     except ValueError as error:
         return str(error)
     finally:
@@ -223,7 +225,9 @@ def _own_steps() -> list[list[int]]:
     given, out = torch.arange(8.0) + 10 * rank, torch.zeros(8 * size)
     one = CollectiveProblem(op="all_gather", m=8 * size, world_size=size, dtype="float32")
     right = weft.schedule.build(ConcurrentProblem(collectives=(one,), world_size=size), "copy_engine")
-    halves = replace(right, ranks=(right.ranks[0], tuple(map(_halved, right.ranks[1]))))
+    (part,) = right.parts
+    assert part is not None
+    halves = replace(right, parts=(replace(part, ranks=(part.ranks[0], tuple(map(_halved, part.ranks[1])))),))
     for schedule in (right, halves):
         out.zero_()
         weft.concurrent(lambda: None, weft.AllGather(out, given), method=schedule)

@@ -10,9 +10,10 @@ import pytest
 import weft
 from weft.checker import ScheduleError
 from weft.core import machine
-from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, number_of, plain
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
+from weft.core.parts import joined
 from weft.core.problem import CollectiveProblem, Op
-from weft.core.schedule import Collective, Copy, Flag, Lane, Region, Schedule, Signal, Step, UserCall, Wait
+from weft.core.schedule import Lane, Region, Schedule, Signal, Step, UserCall, regions
 from weft.core.span import total_us
 from weft.overlap.concurrent.executor import CollectivePart, Program, program_of
 from weft.planner.shortlist import AT_MOST, shortlist
@@ -99,7 +100,8 @@ def test_what_cannot_be_described_is_called_by_nccl_alone() -> None:
     assert not any(spec.startswith("copy_engine") for spec in candidates(whole))
     schedule = weft.schedule.build(whole, "nccl")
     weft.schedule.check(schedule)
-    assert [type(step) for step in schedule.ranks[0][0].steps] == [Collective, UserCall]
+    assert [str(step) for step in schedule.ranks[0][0].steps] == ["call all_reduce", "call send_receive"]
+    assert [str(step)[:10] for step in joined(schedule).ranks[0][0].steps] == ["all_reduce", "call send_"]
     with pytest.raises(ValueError, match="copy engines do not run send_receive"):
         weft.schedule.build(whole, "copy_engine")
     with pytest.raises(ValueError, match="all_to_all is not pulled"):
@@ -112,34 +114,53 @@ def changed(schedule: Schedule, lane: str, steps: tuple[Step, ...]) -> Schedule:
     return replace(schedule, ranks=(schedule.ranks[0], mine, *schedule.ranks[2:]))
 
 
+def with_part(schedule: Schedule, number: int, part: Schedule | None) -> Schedule:
+    return replace(schedule, parts=(*schedule.parts[:number], part, *schedule.parts[number + 1 :]))
+
+
 def test_what_is_wrong_is_refused() -> None:
     whole = problem("all_reduce", "all_gather")
     by_nccl, moved = weft.schedule.build(whole, "nccl"), weft.schedule.build(whole, "copy_engine")
     call = by_nccl.ranks[1][1].steps
     first, second = by_nccl.ranks[1][0].steps
-    copies = next(lane.steps for lane in moved.ranks[1] if lane.name == "copy")
+    own, gather = moved.parts[0], by_nccl.parts[1]
+    assert own is not None
+    assert gather is not None
+    copies = next(lane.steps for lane in own.ranks[1] if lane.name == "copy")
     signal = next(i for i, step in enumerate(copies) if isinstance(step, Signal))
-    half = Region("out.1", 1, (0, 8), (0, 1))
+    (compute,) = gather.ranks[1]
+    half: Any = replace(compute.steps[0], dst=Region("out", 1, (0, 8), (0, 1)))  # type: ignore[call-arg]
+    other: Any = replace(own.problem, sms=9)  # type: ignore[call-arg]
     wrong = [
         (changed(by_nccl, "compute", ()), "calls the computation on no lane; it needs one"),
         (changed(by_nccl, "compute", call * 2), "calls the computation on compute of kind compute, compute"),
-        (changed(by_nccl, "compute", (UserCall("x", 0), *call)), r"calls collectives \[0\]; those that are not described"),
-        (changed(by_nccl, "network", (second, first)), "of collective 0, behind a step of 1"),
-        (changed(by_nccl, "network", (first,)), "collective 1: "),
-        (changed(by_nccl, "network", (first, replace(second, dst=half))), "collective 1: .* has shape"),
-        (changed(moved, "copy", copies[:signal] + copies[signal + 1 :]), "collective 0: .*nothing signals"),
-        (changed(moved, "copy", copies[1:]), "collective 0: "),
+        (changed(by_nccl, "network", (first, *call, second)), "calls the computation on network of kind network, compute"),
+        (changed(by_nccl, "compute", (UserCall("x", 0), *call)), "calls collectives on lanes compute, network; use one lane"),
+        (changed(by_nccl, "network", (second, first)), r"rank 1 calls collectives \[1, 0\]"),
+        (changed(by_nccl, "network", (first,)), r"rank 1 calls collectives \[0\]"),
+        (changed(by_nccl, "network", (first, second, second)), r"rank 1 calls collectives \[0, 1, 1\]"),
+        (changed(by_nccl, "network", compute.steps), r"rank 1, lane network, step 0 .*: lanes have calls alone"),
+        (with_part(by_nccl, 1, changed(gather, "compute", (half,))), "collective 1: .* has shape"),
+        (with_part(by_nccl, 1, changed(gather, "compute", ())), "use NCCL for all collectives or for none"),
+        (with_part(by_nccl, 1, None), "part 1 is None, for all_gather"),
+        (with_part(by_nccl, 1, by_nccl.parts[0]), "part 1 is for all_reduce"),
+        (with_part(by_nccl, 1, moved.parts[1]), "use NCCL for all collectives or for none"),
+        (replace(by_nccl, parts=by_nccl.parts[:1]), "has 1 parts; its problem has 2 collectives"),
+        (replace(by_nccl, buffers=gather.buffers), r"has buffers \['a', 'out'\]; leave them to its parts"),
+        (replace(by_nccl, ranks=by_nccl.ranks[:3]), "has 3 ranks; its problem has 4"),
+        (with_part(moved, 0, changed(own, "copy", copies[:signal] + copies[signal + 1 :])), "collective 0: .*nothing signals"),
+        (with_part(moved, 0, changed(own, "copy", copies[1:])), "collective 0: "),
+        (with_part(moved, 0, replace(own, problem=other)), "part 0 is for .* SMs"),
     ]
     for schedule, match in wrong:
         with pytest.raises(ScheduleError, match=match):
             weft.schedule.check(schedule)
-    mixed = Copy(Region("a", 1, (0, 8), (0, 1)), Region("recv.1", 1, (0, 8), (0, 1)))
-    with pytest.raises(ScheduleError, match=r"touches buffers or flags of collectives \[0, 1\]"):
-        weft.schedule.check(changed(moved, "blocks", (mixed,)))
     alone = weft.schedule.build(collective(), "sequential")
     lanes = (replace(alone.ranks[0][0], steps=(*alone.ranks[0][0].steps, *call)), *alone.ranks[0][1:])
     with pytest.raises(ScheduleError, match="a call of the user's own is for a ConcurrentProblem"):
         weft.schedule.check(replace(alone, ranks=(lanes, *alone.ranks[1:])))
+    with pytest.raises(ValueError, match="schedule sequential has parts; only a schedule for a ConcurrentProblem has some"):
+        replace(alone, parts=(alone,))
 
 
 def test_a_problem_says_what_is_wrong_with_it() -> None:
@@ -249,42 +270,33 @@ def test_ranks_do_not_differ_where_collectives_have_to_match() -> None:
     whole = problem("all_reduce", "all_reduce")
     by_nccl, moved = weft.schedule.build(whole, "nccl+ctas=8"), weft.schedule.build(whole, "copy_engine+ctas=8")
     network, compute = by_nccl.ranks[1]
+    copy = moved.ranks[1][0]
     (call,) = compute.steps
-    blocks = next(at for at, lane in enumerate(moved.ranks[1]) if lane.kind == "blocks")
-
-    def changed_blocks(**options: Any) -> Schedule:
-        lanes = list(moved.ranks[1])
-        lanes[blocks] = replace(lanes[blocks], **options)
-        return with_lanes(moved, 1, *lanes)
-
     first, second = network.steps
     for wrong, match in (
         (
             with_lanes(by_nccl, 1, replace(network, ctas=4), compute),
             "ctas is 4 on rank 1, lane network, and 8 on rank 0, lane net",
         ),
-        (changed_blocks(ctas=4), "ctas is 4 on rank 1, lane .*, and 8 on rank 0"),
-        (changed_blocks(priority=True), "rank 1 has lanes .*give all the same priority"),
-        (with_lanes(moved, 1, network, compute), "collective 0: "),
+        (with_lanes(moved, 1, replace(copy, ctas=4), compute), "ctas is 4 on rank 1, lane copy, and 8 on rank 0"),
+        (with_lanes(moved, 1, network, compute), "rank 1 calls collectives on lane network of kind network"),
         (
             with_lanes(by_nccl, 1, replace(network, steps=(first,)), replace(compute, steps=(call, second))),
-            "rank 1 has NCCL's collectives on lanes compute, network; use one lane",
+            "rank 1 calls collectives on lanes compute, network; use one lane",
         ),
-        (with_lanes(by_nccl, 1, replace(network, kind="copy"), compute), r"rank 1.*lane.* network"),
-        (with_lanes(moved, 1, *moved.ranks[1][:-1], replace(network, steps=(first,)), compute), "use NCCL for all"),
+        (
+            with_lanes(by_nccl, 1, replace(network, kind="copy"), compute),
+            "rank 1 calls collectives on lane network of kind copy",
+        ),
     ):
         with pytest.raises(ScheduleError, match=match):
             weft.schedule.check(wrong)
 
 
-def by_name(lanes: tuple[Lane, ...]) -> list[Lane]:
-    return sorted(lanes, key=lambda lane: lane.name)
-
-
 @pytest.mark.parametrize("spec", ["copy_engine", "copy_engine+pull+late", "copy_engine+ctas=8"])
 @pytest.mark.parametrize("fan_out", [False, True])
-def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> None:
-    """Of each collective the schedule that weft.schedules.collectives makes; and whatever else is in a rank's lanes."""
+def test_what_runs_is_the_parts_that_were_proved(spec: str, fan_out: bool) -> None:
+    """Of each collective the schedule that weft.schedules.collectives makes."""
     whole = problem("all_gather", "all_reduce")
     schedule = build(whole, spec, fan_out=fan_out)
     parts = program_of(schedule, 2).beside
@@ -294,15 +306,26 @@ def test_what_runs_is_the_steps_that_were_proved(spec: str, fan_out: bool) -> No
         assert isinstance(one, CollectiveProblem)
         made = collectives.PULL_BUILDERS if "pull" in spec else collectives.PUSH_BUILDERS
         own = made[one.op](Request(replace(one, sms=8) if "ctas" in spec else one, "copy_engine", 4, fan_out))
-        assert part.steps is not None
-        assert (part.steps.problem, part.steps.buffers) == (own.problem, own.buffers)
-        assert [*map(by_name, part.steps.ranks)] == [*map(by_name, own.ranks)]
-    lane, *others = schedule.ranks[1] if "late" not in spec else schedule.ranks[1][::-1]
-    more = replace(lane, steps=(*lane.steps, Signal(Flag("never.1", 1))))
-    lanes = (more, *others) if "late" not in spec else (*others[::-1], more)
-    first, second = program_of(with_lanes(schedule, 1, *lanes), 0).beside
-    assert first == parts[0]
-    assert Signal(Flag("never", 1)) in [step for lane in second.steps.ranks[1] for step in lane.steps]  # type: ignore[union-attr]
+        assert part.steps == replace(own, name=str(parse(spec)), chunks=1) == schedule.parts[part.number]
+
+
+@pytest.mark.parametrize("spec", ["nccl+ctas=8", "copy_engine+late+ctas=8", "sequential"])
+def test_joined_lanes_have_the_steps_of_all_parts(spec: str) -> None:
+    """Each once, and on each lane collective by collective."""
+    schedule = build(problem("all_gather", "all_reduce"), spec)
+    whole = joined(schedule)
+    assert joined(whole) == whole
+    assert len(whole.buffer) == sum(len(part.buffers) for part in schedule.parts if part is not None)
+    for rank, lanes in enumerate(whole.ranks):
+        steps = [step for part in schedule.parts if part is not None for lane in part.ranks[rank] for step in lane.steps]
+        assert sum(len(lane.steps) for lane in lanes) == len(steps) + 1
+        for lane in lanes:
+            found = [whole.buffer[region.buffer].collective for step in lane.steps for region in regions(step)]
+            assert found == sorted(found)
+            assert lane.ctas == (8 if lane.kind in ("network", "blocks") else 0)
+        names = [lane.name for lane in lanes]
+        assert names.index("compute") == (1 if spec == "nccl+ctas=8" else 0)
+        assert ("blocks.local" in names) == ("copy_engine" in spec)
 
 
 @pytest.mark.parametrize("ops", [("all_gather",), ("all_reduce",), ("all_gather", "all_reduce")])
@@ -313,29 +336,6 @@ def test_one_rank_has_the_schedules_of_many(ops: tuple[Op, ...]) -> None:
         weft.schedule.check(schedule)
         found = program_of(schedule, 0)
         assert (found.name, found.computation.left, found.priority) == (spec, method.left, method.priority)
-
-
-def test_two_names_are_never_one_to_the_proof() -> None:
-    """A rank would wait for a flag that nobody raises."""
-    schedule = weft.schedule.build(problem("all_reduce", "all_reduce"), "copy_engine")
-    assert any(flag.name.endswith(".1") for flag in schedule.flags)
-
-    def waits_elsewhere(step: Step) -> Step:
-        if isinstance(step, Wait) and step.flag.name.endswith(".1"):
-            return replace(step, flag=replace(step.flag, name=step.flag.name.removesuffix(".1") + ".01"))
-        return step
-
-    ranks = tuple(
-        tuple(replace(lane, steps=tuple(map(waits_elsewhere, lane.steps))) for lane in lanes) for lanes in schedule.ranks
-    )
-    weft.schedule.check(schedule)
-    with pytest.raises(ScheduleError, match=r"\.01"):
-        weft.schedule.check(replace(schedule, ranks=ranks))
-
-
-@pytest.mark.parametrize("name", ["out.01", "out.00", "out.\u0661", "out.", "1", "out.x"])
-def test_only_plain_numbers_name_a_collective(name: str) -> None:
-    assert (number_of(name), plain(name)) == (0, name)
 
 
 def test_numbers_that_nothing_reads_are_refused() -> None:

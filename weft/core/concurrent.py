@@ -3,8 +3,7 @@
 The collectives run one after the other, in this order; the computation may run before, after or concurrently with them. weft
 knows only the computation's time without collectives, if it was measured or passed.
 
-The buffers of collective i are those of its CollectiveProblem, and their names end in ".i": "a.1", "out.1". Those of the first
-collective have the plain names "a" and "out", so a problem of one collective has the buffers of that collective.
+A schedule for such a problem joins a schedule for each collective (`weft.core.schedule.Schedule.parts`).
 """
 
 from __future__ import annotations
@@ -76,12 +75,6 @@ class ConcurrentProblem(Problem):
         """True if a collective adds."""
         return any(one.sums for _, one in self.known)
 
-    def itemsize_of(self, buffer: str) -> int:
-        """Return the bytes of an element of the buffer, as its collective defines it."""
-        one = self.collectives[number_of(buffer)]
-        assert isinstance(one, CollectiveProblem), f"{buffer} belongs to no described collective"
-        return one.itemsize
-
     @property
     def flops(self) -> int:
         """Always 0, because weft does not know the operations of the computation."""
@@ -91,34 +84,3 @@ class ConcurrentProblem(Problem):
         names = ", ".join(one.name if isinstance(one, OpaqueCollective) else str(one) for one in self.collectives)
         took = "" if self.compute_us is None else f" of {self.compute_us:.0f} us"
         return f"a computation{took} and {names}"
-
-
-def named(name: str, number: int) -> str:
-    """Return the name that a buffer or flag of collective `number` has in the schedule of all collectives.
-
-    >>> named("out", 0), named("out", 2)
-    ('out', 'out.2')
-    """
-    return f"{name}.{number}" if number else name
-
-
-def number_of(name: str) -> int:
-    """Return the number of the collective that a buffer or flag belongs to.
-
-    Only numbers as `named` writes them count, so that two names never become one name in the collective's own schedule.
-
-    >>> number_of("out"), number_of("out.2"), number_of("out.02")
-    (0, 2, 0)
-    """
-    _, dot, number = name.rpartition(".")
-    canonical = dot and number.isascii() and number.isdecimal() and number[0] != "0"
-    return int(number) if canonical else 0
-
-
-def plain(name: str) -> str:
-    """Return the name that a buffer or flag has in the collective's own schedule.
-
-    >>> plain("out"), plain("out.2")
-    ('out', 'out')
-    """
-    return name.rpartition(".")[0] if number_of(name) else name

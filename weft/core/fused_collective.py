@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from weft.core.parts import joined
 from weft.core.problem import Span1D, split
 from weft.core.schedule import (
     Buffer,
@@ -70,7 +71,8 @@ class SpelledOut:
 
 
 def spelled_out(schedule: Schedule) -> SpelledOut:
-    """Return an equivalent schedule without FusedCollective steps. A schedule that has none is returned as it is."""
+    """Return an equivalent schedule without FusedCollective steps and parts. One that has none is returned as it is."""
+    schedule = joined(schedule)
     if not any(steps_of(FusedCollective, chain(*schedule.ranks))):
         return SpelledOut(schedule, schedule)
     scratch: dict[str, _Scratch] = {}

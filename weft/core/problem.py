@@ -321,10 +321,6 @@ class Problem:
         vary along K."""
         return self.dtype if self.scaling is None else self.scaling.rate_name
 
-    def itemsize_of(self, buffer: str) -> int:
-        """Return the bytes of an element of a buffer that is neither always float32 nor FP8."""
-        return self.itemsize
-
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row of a with this many columns and its scales."""
         if self.scaling is None:

@@ -45,7 +45,7 @@ from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, P
 T = TypeVar("T")
 LaneKind = Literal["compute", "copy", "blocks", "network"]
 """compute: kernels on all SMs; a rank has one such lane at most. copy: a copy engine. blocks: communication blocks on SMs of
-their own (SM stores). network: NCCL's sends and receives; concurrent with a UserCall also NCCL's collectives."""
+their own (SM stores). network: NCCL's sends and receives; for a ConcurrentProblem NCCL's collectives."""
 BufferKind = Literal["input", "output", "symmetric", "local"]
 """input, output: tensors of the caller. symmetric: peers may read and write it. local: scratch memory of its rank."""
 
@@ -397,10 +397,10 @@ class SendReceive:
 
 @dataclass(frozen=True, slots=True)
 class UserCall:
-    """The user's own program. It accesses no buffer of the schedule.
+    """A call of something that a schedule for a ConcurrentProblem joins. It accesses no buffer of that schedule.
 
-    On a compute lane it is the user's computation. On any lane, with `collective`, it is the communication of that number among
-    the collectives of a ConcurrentProblem, whose tensors are not described (OpaqueCollective).
+    Without `collective` it is the user's computation, on the compute lane. Otherwise it is the collective of that number: its
+    own schedule (`Schedule.parts`), or communication whose tensors are not described (OpaqueCollective).
 
     left: the number of SMs that the computation's cuBLAS GEMMs leave free.
     resident: the most blocks on an SM of the kernels that the user named; 0 for no limit.
@@ -567,6 +567,8 @@ class Buffer:
         them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that
         accesses a region accesses both, and a flag covers both.
 
+    collective: in `weft.core.parts.joined`, the number of the collective that it belongs to.
+
     by_columns: its elements are stored column by column: the caller's tensor is the transpose of the buffer. Only products
         write such a buffer, and nothing reads it. It is the output `gradients` alone, because weights are stored so.
     """
@@ -578,6 +580,7 @@ class Buffer:
     float32: bool = False
     operand: Literal["", "a", "b"] = ""
     by_columns: bool = False
+    collective: int = 0
 
     def whole(self, rank: int) -> Region:
         return Region(self.name, rank, (0, self.rows[rank]), (0, self.cols[rank]))
@@ -588,9 +591,11 @@ class Schedule:
     """The steps of every rank for one problem. help(weft.core.schedule) explains them.
 
     name: the family, as `weft schedules` lists it. chunks: the pieces into which a shard is cut. ranks: the lanes of each rank.
+    parts: for a ConcurrentProblem, the schedule of each collective, None for one that is not described. The lanes then consist
+    of UserCalls. NCCL runs a part of one Collective, on the lane that calls it; all other parts have lanes of their own.
     A Schedule is not checked when it is constructed; `weft.schedule.check` proves it right.
 
-    Raises ValueError for chunks below 1, and for lanes with priority or ctas in a schedule that does not use them.
+    Raises ValueError for chunks below 1, and for parts, priority or ctas in a schedule that does not use them.
     """
 
     problem: Problem | LookupProblem | CollectiveProblem | ColumnProblem | ConcurrentProblem | RaggedProblem
@@ -598,12 +603,17 @@ class Schedule:
     buffers: tuple[Buffer, ...]
     ranks: tuple[tuple[Lane, ...], ...]
     chunks: int = 1
+    parts: tuple[Schedule | None, ...] = ()
 
     def __post_init__(self) -> None:
         if self.chunks < 1:
             raise ValueError(f"chunks is {self.chunks} in schedule {self.name}; it must be 1 or above")
         if isinstance(self.problem, ConcurrentProblem):
             return
+        if self.parts:
+            raise ValueError(
+                f"schedule {self.name} has parts; only a schedule for a ConcurrentProblem has some: leave them out"
+            )
         for rank, lane in ((rank, lane) for rank, lanes in enumerate(self.ranks) for lane in lanes):
             name = "priority" if lane.priority else "ctas"
             if getattr(lane, name):
@@ -664,14 +674,12 @@ class StepContents(NamedTuple):
     regions, segments: what it reads or writes.
     waits: its waits, including those of its parts.
     signals: the flags that it signals.
-    collectives: the numbers of its collectives among those of a ConcurrentProblem.
     """
 
     regions: Callable[[Any], tuple[Region, ...]] = _nothing
     segments: Callable[[Any], tuple[Segment, ...]] = _nothing
     waits: Callable[[Any], tuple[Wait, ...]] = _nothing
     signals: Callable[[Any], tuple[Flag, ...]] = _nothing
-    collectives: Callable[[Any], tuple[int, ...]] = _nothing
 
 
 _SEGMENTS = StepContents(segments=_of_parts(attrgetter("ends")), waits=_of_parts(attrgetter("gates")), signals=_flags_of_parts)
@@ -692,7 +700,7 @@ STEP_CONTENTS: dict[type, StepContents] = {
     Collective: StepContents(attrgetter("src", "dst")),
     FusedCollective: StepContents(lambda step: (*step.factors, *step.addends, step.out)),
     SendReceive: StepContents(lambda step: (*(send.src for send in step.sends), *(receive.dst for receive in step.receives))),
-    UserCall: StepContents(collectives=lambda step: () if step.collective is None else (step.collective,)),
+    UserCall: StepContents(),
     ShareCounts: StepContents(waits=attrgetter("gates"), signals=attrgetter("flags")),
     SegmentCopies: _SEGMENTS,
     GroupedGemm: _SEGMENTS,
@@ -718,11 +726,6 @@ def segments(step: Step) -> tuple[Segment, ...]:
 def regions(step: Step) -> tuple[Region, ...]:
     """Return every region that a step reads or writes."""
     return STEP_CONTENTS[type(step)].regions(step)
-
-
-def collective_numbers(step: Step) -> tuple[int, ...]:
-    """Return the numbers of the ConcurrentProblem's collectives that a step names."""
-    return STEP_CONTENTS[type(step)].collectives(step)
 
 
 def places_of(kind: type[T], lanes: Iterable[Lane]) -> Iterator[tuple[Lane, int, T]]:

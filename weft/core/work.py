@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import Span1D
 from weft.core.schedule import (
     Collective,
@@ -52,7 +53,10 @@ def region_bytes(schedule: Schedule, region: Region) -> int:
     if buffer.operand and scaling is not None:
         (top, bottom), (left, right) = scaling.scales_of(buffer.operand, region.rows, region.cols)
         return region.size + 4 * (bottom - top) * (right - left)
-    return region.size * (4 if buffer.float32 else schedule.problem.itemsize_of(region.buffer))
+    problem: Any = schedule.problem
+    if isinstance(problem, ConcurrentProblem):
+        problem = problem.collectives[buffer.collective]
+    return region.size * (4 if buffer.float32 else problem.itemsize)
 
 
 def is_plain(part: Part, rank: int) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from weft.core.concurrent import ConcurrentProblem, number_of
+from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import Machine
 from weft.core.schedule import Collective, Lane, Reduce, Schedule, UserCall, steps_of
 from weft.perf import kernels
@@ -107,7 +107,9 @@ def _free_sms(schedule: Schedule, rank: int) -> int:
 
 STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
     UserCall: _call,
-    Collective: lambda world, rank, lane, step: _communicate(world, rank, lane, number_of(step.src.buffer)),
+    Collective: lambda world, rank, lane, step: _communicate(
+        world, rank, lane, world.schedule.buffer[step.src.buffer].collective
+    ),
     Reduce: _reduce,
 }
 """The functions of the steps that differ if a user's computation runs concurrently, by type of step."""

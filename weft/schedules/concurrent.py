@@ -8,43 +8,27 @@ Lanes of a rank, in the order in which they are enqueued:
     sequential       compute: collectives, call
     nccl             network: collectives         compute: call
     nccl+late        compute: call                network: collectives
-    copy_engine      copy, blocks: the collectives' own schedules, whose copies and sums run there     compute: call
+    copy_engine      copy: collectives            compute: call
 
-The collectives of copy_engine are those of `weft.schedules.collectives`, one after the other on the same lanes. The steps of
-their compute lane are here on a lane `blocks.local`, because the user's computation has the compute lane.
+Each collective is a part of the schedule, which has a schedule of its own: one of `weft.schedules.collectives`. weft.core.parts
+joins the lanes of all parts.
 
 Sources: occupancy and priority, arXiv 2606.09200; launch order, reserved units and DMA collectives, ConCCL, arXiv 2412.14335.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from weft.core.concurrent import ConcurrentProblem, OpaqueCollective, named, number_of, plain
+from weft.core.concurrent import ConcurrentProblem, OpaqueCollective
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import (
-    Buffer,
-    Collective,
-    Flag,
-    Lane,
-    Region,
-    Schedule,
-    Step,
-    UserCall,
-    collective_numbers,
-    regions,
-    signalled_flags,
-    waits,
-)
+from weft.core.schedule import Lane, LaneKind, Schedule, UserCall
 from weft.schedules import collectives
 from weft.schedules.builder import Request
 
 Transport = Literal["none", "nccl", "copy_engine"]
 COMPUTATION = "computation"
-LOCAL = "blocks.local"
-"""The lane for the steps that copy engines' schedules have on their compute lane."""
 BUDGETS = ((0, 24), (16, 0), (8, 8))
 """The candidates (blocks, SMs left) of an NCCL collective with priority. 16 blocks reach 0.89 of the rate at which all SMs
 store to peers on 8 x H200. Without SMs left, 8 blocks were never the best of 23 pairs on 4 x H200, and neither were 16 blocks
@@ -206,67 +190,28 @@ def build(problem: ConcurrentProblem, spec: str, *, fan_out: bool = False) -> Sc
     Raises ValueError for another name, and for copy engines if they cannot run one of the collectives.
     """
     method = parse(spec)
-    computation = UserCall(COMPUTATION, None, method.left, method.resident, method.ahead, method.unsharded)
-    if method.transport == "copy_engine":
-        return _moved(problem, spec, method, computation, fan_out=fan_out)
-    buffers = [
-        Buffer(named(buffer.name, i), buffer.kind, buffer.rows, buffer.cols)
-        for i, one in problem.known
-        for buffer in collectives.build_sequential(Request(one, "sequential")).buffers
-    ]
-    ranks = []
-    for rank in range(problem.world_size):
-        steps = tuple(_nccl_step(problem, i, rank) for i in range(len(problem.collectives)))
-        if method.overlaps:
-            lanes = [
-                Lane("network", "network", steps, priority=method.priority, ctas=method.ctas),
-                Lane("compute", "compute", (computation,)),
-            ]
-            ranks.append(tuple(reversed(lanes) if method.late else lanes))
-        else:
-            ranks.append((Lane("compute", "compute", (*steps, computation)),))
-    return Schedule(problem=problem, name=str(method), buffers=tuple(buffers), ranks=tuple(ranks))
-
-
-def _nccl_step(problem: ConcurrentProblem, number: int, rank: int) -> Step:
-    one = problem.collectives[number]
-    if isinstance(one, OpaqueCollective):
-        return UserCall(one.name, number)
-    src, dst = (
-        Region(named(name, number), rank, (0, rows), (0, 1))
-        for name, rows in (("a", one.a_rows(rank)), ("out", one.out_rows(rank)))
+    moves = method.transport == "copy_engine"
+    parts = tuple(
+        _by_copy_engine(one, spec, method, fan_out=fan_out)
+        if moves
+        else None
+        if isinstance(one, OpaqueCollective)
+        else collectives.build_sequential(Request(one, "sequential"))
+        for one in problem.collectives
     )
-    return Collective(one.op, src, dst, one.divide_by)  # type: ignore[arg-type]
-
-
-def _moved(problem: ConcurrentProblem, spec: str, method: Method, computation: UserCall, *, fan_out: bool) -> Schedule:
-    """Combine the copy-engine schedules of all collectives. On each lane, the steps of a collective come after those of the one
-    before."""
-    buffers: list[Buffer] = []
-    steps: list[dict[str, list[Step]]] = [{} for _ in range(problem.world_size)]
-    kinds: dict[str, Any] = {}
-    for number, one in enumerate(problem.collectives):
-        schedule = _by_copy_engine(one, spec, method, fan_out=fan_out)
-        buffers += (replace(buffer, name=named(buffer.name, number)) for buffer in schedule.buffers)
-        for rank, lanes in enumerate(schedule.ranks):
-            for lane in lanes:
-                name = LOCAL if lane.kind == "compute" else lane.name
-                kinds[name] = "blocks" if lane.kind == "compute" else lane.kind
-                steps[rank].setdefault(name, []).extend(_steps(lane, number))
-    ranks = []
-    for own in steps:
-        moving = [
-            Lane(name, kinds[name], tuple(some), method.priority, method.ctas if kinds[name] == "blocks" else 0)
-            for name, some in own.items()
-        ]
-        compute = Lane("compute", "compute", (computation,))
-        ranks.append((compute, *moving) if method.late else (*moving, compute))
-    return Schedule(problem=problem, name=str(method), buffers=tuple(buffers), ranks=tuple(ranks))
-
-
-def _steps(lane: Lane, number: int) -> tuple[Step, ...]:
-    """Return a lane's steps, with the names of buffers and flags in the schedule of all collectives."""
-    return tuple(renamed(step, lambda name: named(name, number)) for step in lane.steps) if number else lane.steps
+    calls = [
+        UserCall(one.name if isinstance(one, OpaqueCollective) else one.op, number)
+        for number, one in enumerate(problem.collectives)
+    ]
+    computation = UserCall(COMPUTATION, None, method.left, method.resident, method.ahead, method.unsharded)
+    lanes = [Lane("compute", "compute", (computation,))]
+    if not method.overlaps:
+        lanes = [Lane("compute", "compute", (*calls, computation))]
+    else:
+        name: LaneKind = "copy" if moves else "network"
+        lanes.insert(method.late, Lane(name, name, tuple(calls), method.priority, method.ctas))
+    ranks = (tuple(lanes),) * problem.world_size
+    return Schedule(problem=problem, name=str(method), buffers=(), ranks=ranks, parts=parts)
 
 
 def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method: Method, *, fan_out: bool) -> Schedule:
@@ -278,57 +223,5 @@ def _by_copy_engine(one: CollectiveProblem | OpaqueCollective, spec: str, method
     known = collectives.PULL_BUILDERS if method.pull else collectives.PUSH_BUILDERS
     if one.op not in known:
         raise ValueError(f"method is {spec!r}; {one.op} is not pulled: leave out pull")
-    return known[one.op](Request(own, "copy_engine", one.world_size, fan_out))
-
-
-def renamed(value: Any, rename: Callable[[str], str]) -> Any:
-    """Return a step, or a part of one, with other names for its buffers and flags."""
-    if isinstance(value, Region):
-        return replace(value, buffer=rename(value.buffer))
-    if isinstance(value, Flag):
-        return replace(value, name=rename(value.name))
-    if isinstance(value, tuple):
-        return tuple(renamed(item, rename) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: renamed(getattr(value, field.name), rename) for field in fields(value)})
-    return value
-
-
-def alone(schedule: Schedule, number: int) -> Schedule:
-    """Return the schedule of one collective, which the checker proves, and which runs if the collective is not NCCL's.
-
-    NCCL's collectives are on lanes of kind blocks, because they are kernels that need SMs.
-    """
-    assert isinstance(schedule.problem, ConcurrentProblem)
-    one = schedule.problem.collectives[number]
-    assert isinstance(one, CollectiveProblem)
-    buffers = (buffer for buffer in schedule.buffers if number_of(buffer.name) == number)
-    lanes = [[(lane, _own(lane, number)) for lane in lanes] for lanes in schedule.ranks]
-    sms = max((lane.ctas for rank in lanes for lane, steps in rank if lane.kind == "blocks" and steps), default=0)
-    return Schedule(
-        problem=replace(one, sms=sms or one.sms),
-        name=schedule.name,
-        buffers=tuple(replace(buffer, name=plain(buffer.name)) for buffer in buffers),
-        ranks=tuple(tuple(Lane(*_place(lane), steps) for lane, steps in rank if steps) for rank in lanes),
-    )
-
-
-def _own(lane: Lane, number: int) -> tuple[Step, ...]:
-    """Return the steps of a collective, with the names of its own schedule. Opaque collectives have none."""
-    steps = (step for step in lane.steps if not collective_numbers(step) and number in numbers(step))
-    return tuple(renamed(step, plain) if number else step for step in steps)
-
-
-def _place(lane: Lane) -> tuple[str, Any]:
-    """Return the name and the kind of a lane in the collective's own schedule."""
-    if lane.name == LOCAL:
-        return "compute", "compute"
-    return lane.name, "blocks" if lane.kind == "network" else lane.kind
-
-
-def numbers(step: Step) -> Iterator[int]:
-    """Yield the numbers of the collectives that a step belongs to."""
-    yield from collective_numbers(step)
-    yield from (number_of(region.buffer) for region in regions(step))
-    yield from (number_of(wait.flag.name) for wait in waits(step))
-    yield from (number_of(flag.name) for flag in signalled_flags(step))
+    built = known[one.op](Request(own, "copy_engine", one.world_size, fan_out))
+    return replace(built, name=str(method), chunks=1)

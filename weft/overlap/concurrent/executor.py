@@ -4,8 +4,8 @@ An executor runs a Program, which is one rank's part of a checked schedule: its 
 
     lane of kind compute     NCCL's collectives before the computation, the computation, NCCL's collectives after it
     lane of kind network     NCCL's collectives on a separate stream
-    all other lanes          the steps of each collective, as a schedule of its own (weft.schedules.concurrent.alone), which the
-                             runtime binds and runs as weft.collectives does. They start from a separate stream
+    lane of kind copy        collectives by their parts of the schedule, from a separate stream. The runtime binds and runs a
+                             part as it does the schedules of weft.collectives
 
 A lane that is listed after the computation's lane is enqueued after the computation. Collectives run one after the other. The
 separate stream forks from the caller's stream at entry and is joined at exit. The host does not wait, so a CUDA graph can
@@ -30,17 +30,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from weft.compat.dispatch import NO_BACKWARD, at_end_of_backward, backward_pass
-from weft.core.concurrent import ConcurrentProblem
-from weft.core.schedule import Lane, Schedule, UserCall, places_of
+from weft.core.parts import runs_by_library
+from weft.core.schedule import Lane, Schedule, UserCall, places_of, steps_of
 from weft.overlap.concurrent.collectives import ConcurrentCollective, SendReceive
 from weft.runtime.groups import GROUPS
-from weft.schedules.concurrent import Abilities, alone, numbers
+from weft.schedules.concurrent import Abilities
 
 
 @dataclass(frozen=True)
@@ -84,27 +84,28 @@ class Program:
 
 def program_of(schedule: Schedule, rank: int) -> Program:
     """Return the program of a rank. `schedule` is checked, and solves a ConcurrentProblem."""
-    assert isinstance(schedule.problem, ConcurrentProblem)
     lanes = schedule.ranks[rank]
     compute, position, computation = next(place for place in places_of(UserCall, lanes) if place[2].collective is None)
-    before, after = _nccl_parts(compute, 0, position), _nccl_parts(compute, position + 1, len(compute.steps))
-    lane = next((lane for lane in lanes if lane.steps and lane is not compute), None)
-    if lane is None:
-        return Program(name=schedule.name, computation=computation, before=before, after=after)
-    by_steps = tuple(CollectivePart(number, alone(schedule, number)) for number, _ in schedule.problem.known)
+    other = next((lane for lane in lanes if lane.steps and lane is not compute), None)
     return Program(
         name=schedule.name,
         computation=computation,
-        before=before,
-        after=after,
-        beside=_nccl_parts(lane, 0, len(lane.steps)) if lane.kind == "network" else by_steps,
-        priority=lane.priority,
-        late=lanes.index(lane) > lanes.index(compute),
+        before=_parts(schedule, compute, 0, position),
+        after=_parts(schedule, compute, position + 1, len(compute.steps)),
+        beside=_parts(schedule, other, 0, len(other.steps)) if other else (),
+        priority=bool(other and other.priority),
+        late=bool(other and lanes.index(other) > lanes.index(compute)),
     )
 
 
-def _nccl_parts(lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
-    return tuple(CollectivePart(next(numbers(step)), ctas=lane.ctas) for step in lane.steps[begin:end])
+def _parts(schedule: Schedule, lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
+    """Return the collectives that some steps of a lane call."""
+    numbers = [step.collective for step in steps_of(UserCall, [replace(lane, steps=lane.steps[begin:end])])]
+    parts = [(number, schedule.parts[number]) for number in numbers if number is not None]
+    return tuple(
+        CollectivePart(number, ctas=lane.ctas) if runs_by_library(part) else CollectivePart(number, part)
+        for number, part in parts
+    )
 
 
 class Executor:

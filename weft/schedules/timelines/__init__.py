@@ -36,6 +36,8 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
         raise ValueError(f"ranks is {tuple(ranks)}; use some of 0 to {len(schedule.ranks) - 1}")
     if width < 40:
         raise ValueError(f"width is {width}; a timeline needs at least 40")
+    spelled = spelled_out(schedule)
+    schedule = spelled.schedule
     order = ("compute", "copy", "blocks", "network")
     listed = isinstance(schedule.problem, ConcurrentProblem)  # its lanes are listed in the order in which they are enqueued
     columns = [
@@ -43,8 +45,6 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
         for rank in ranks
         for lane in sorted(schedule.ranks[rank], key=lambda lane: 0 if listed else order.index(lane.kind))
     ]
-    spelled = spelled_out(schedule)
-    schedule = spelled.schedule
     lines, never = Placer(spelled, frozenset(ranks)).run()
     shown = [line for line in lines if line.column in columns]
     drawn = _Drawing(schedule, columns, shown).text(width)
