@@ -20,6 +20,7 @@ from benchmarks.measure import Check, Work, close_to, together
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Bags, Lookup, Region
 from weft.kernels import lookup as kernel
+from weft.kernels.launch import Launcher
 
 REPEAT = 2
 TABLE_ROWS = 100_000
@@ -112,7 +113,7 @@ class Tables:
             target=lambda _: kernel.OutputPlace(self.pooled.data_ptr(), self.columns * 4, False),
             count_address=lambda _: 0,
         )
-        launched_by, sms = kernel.make_launcher(), torch.cuda.get_device_properties(device).multi_processor_count
+        launched_by, sms = Launcher(), torch.cuda.get_device_properties(device).multi_processor_count
 
         def work() -> torch.Tensor:
             options: dict[str, Any] = {"mean": False, "dtype": torch.float32, "sms": sms, "launched_by": launched_by}

@@ -24,7 +24,8 @@ import torch
 
 from benchmarks.kernels.single_gpu import Case, Part, Work
 from weft.core.problem import RECIPES, Problem, Scaling, split
-from weft.kernels.all_reduce import Tiling, all_reduce, mailbox, make_launcher, plan
+from weft.kernels.all_reduce import Tiling, all_reduce, mailbox, plan
+from weft.kernels.launch import Launcher
 
 SIZES = ((3584, 8192), (8192, 8192), (6656, 16384), (8192, 1024), (28672, 8192))
 """N and K."""
@@ -75,7 +76,7 @@ class Product:
         layout = layout if tile is None else replace(layout, tiling=tile)
         box = torch.zeros(layout.mailbox_bytes, device=self.device, dtype=torch.uint8)
         self.mailboxes.append(box)
-        memory, run = mailbox([box.data_ptr()], layout.blocks(self.sms), self.device), make_launcher()
+        memory, run = mailbox([box.data_ptr()], layout.blocks(self.sms), self.device), Launcher()
         scales = None if scaling is None else self.scales(scaling)
         a, weights = (self.wide_a, self.wide_weights) if scaling is None else (self.a, self.weights)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from rank_work import bound, check_scatter
 
 import weft
 from weft.core.problem import split
+from weft.runtime.bindings import Bindings
 from weft.runtime.ranks import Ranks
 
 pytestmark = NEEDS_TWO
@@ -92,10 +95,9 @@ def _through_one_descriptor() -> tuple[bool, bool]:
 
     seen, launch = [], FusedGemm.launch
 
-    def watched(self: FusedGemm, *arguments: object, **options: object) -> None:
-        launch(self, *arguments, **options)  # type: ignore[arg-type]
-        assert self.tables._cached is not None
-        _, plan = self.tables._cached
+    def watched(self: FusedGemm, bindings: Bindings, **options: Any) -> None:
+        launch(self, bindings, **options)
+        plan = self.tables.of(bindings)
         seen.append(plan.at_peers and plan.scattered is not None)
 
     FusedGemm.launch = watched  # type: ignore[method-assign]

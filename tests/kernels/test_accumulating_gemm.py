@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -96,12 +97,11 @@ def _interpreted() -> tuple[int, int]:
     adding = through_one = 0
     launch = fused.FusedGemm.launch
 
-    def counted(self: fused.FusedGemm, *arguments: object, **options: object) -> None:
+    def counted(self: fused.FusedGemm, bindings: Bindings, **options: Any) -> None:
         nonlocal adding, through_one
         adding += any(part.adds for part in self.step.parts)
-        launch(self, *arguments, **options)  # type: ignore[arg-type]
-        assert self.tables._cached is not None
-        _, plan = self.tables._cached
+        launch(self, bindings, **options)
+        plan = self.tables.of(bindings)
         through_one += plan.at_peers and plan.scattered is not None
 
     fused.FusedGemm.launch = counted  # type: ignore[method-assign]

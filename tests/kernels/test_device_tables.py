@@ -37,3 +37,11 @@ def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         tables.get(key, device, object)
     assert tables.get("first", device, object) is first
     assert len(tables) == 3
+
+
+def test_no_table_is_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    tables: DeviceTables[object] = DeviceTables(2)
+    with pytest.raises(ValueError, match="once with such tensors before capturing a graph"):
+        tables.get("new", torch.device("cuda", 0), object)
+    assert tables.get("new", torch.device("cpu"), object)

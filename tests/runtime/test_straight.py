@@ -331,12 +331,12 @@ OPTIONS = (False, False, None, None, (4, 1, 0), None, None, None)
 def test_a_prepared_kernel_is_launched_with_the_addresses_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     launched: list[Recorded] = []
-    launcher = Launcher(None)
+    launcher = Launcher()
     launcher._compiled["key"] = compiled_kernel(launched)
     first, second, table = torch.zeros(8, 4), torch.zeros(3), torch.zeros(3)
     at = table.data_ptr()
     arguments = (first, table, None, 5, second.data_ptr(), at, (table, second, 3))
-    (recorded,) = record_launches(lambda: launcher(7, arguments, {"BLOCK": 16}, key="key"))
+    (recorded,) = record_launches(lambda: launcher(None, 7, arguments, {"BLOCK": 16}, key="key"))
     assert launched == []
     moving = Moving(first, second)
     run = recorded.prepare(moving)
@@ -351,12 +351,12 @@ def test_a_prepared_kernel_is_launched_with_the_addresses_of_each_call(monkeypat
 def test_descriptors_refer_to_the_tensors_of_each_call_and_to_none_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     seen: list[Any] = []
-    launcher = Launcher(None)
+    launcher = Launcher()
     launcher._compiled["key"] = compiled = compiled_kernel([])
     compiled.run.launch = lambda *given: seen.append([one.base for one in given[-3:]])
     moves, fixed = torch.zeros(16, 16), torch.zeros(16, 16)
     arguments = [TensorDescriptor.from_tensor(one, [16, 16]) for one in (moves, fixed)]
-    (recorded,) = record_launches(lambda: launcher(7, (*arguments, arguments[0]), {}, key="key"))
+    (recorded,) = record_launches(lambda: launcher(None, 7, (*arguments, arguments[0]), {}, key="key"))
     moving = Moving(moves)
     run = recorded.prepare(moving)
     assert run is not None
@@ -368,11 +368,11 @@ def test_descriptors_refer_to_the_tensors_of_each_call_and_to_none_afterwards(mo
 
 def test_another_thread_launches_while_a_launch_is_recorded() -> None:
     launched: list[int] = []
-    launcher = Launcher(None)
+    launcher = Launcher()
     launcher._compiled["key"] = {(7, 1, 1): lambda *arguments, stream: launched.append(stream)}
 
     def others() -> None:
-        thread = Thread(target=lambda: launcher(7, (1,), {}, key="key", stream=STREAM))
+        thread = Thread(target=lambda: launcher(None, 7, (1,), {}, key="key", stream=STREAM))
         thread.start()
         thread.join()
 
@@ -381,8 +381,8 @@ def test_another_thread_launches_while_a_launch_is_recorded() -> None:
 
 
 def test_a_kernel_that_was_not_launched_before_is_not_prepared() -> None:
-    launcher = Launcher(None)
-    (recorded,) = record_launches(lambda: launcher(7, (1,), {}, key="key"))
+    launcher = Launcher()
+    (recorded,) = record_launches(lambda: launcher(None, 7, (1,), {}, key="key"))
     assert recorded.prepare() is None
 
 

@@ -10,6 +10,6 @@ lookup.py  update.py  places.py              embedding bags, the backward of loo
 reduce.py  runs.py                           sums of partial results, and of one contiguous range on all ranks
 push.py  quantise.py                         copies by stores from some SMs, plain or quantised to FP8
 flag_operations.py                           waits for flags and writes of flags on a compute lane
-tables.py                                    a bounded cache of device tensors
+tables.py                                    the cache of tables on a device
 launch.py  targets.py                        launches that reuse bound arguments; the GPUs that the kernels compile for
 """

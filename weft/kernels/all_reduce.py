@@ -216,11 +216,6 @@ def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
     )
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `all_reduce`."""
-    return Launcher(_all_reduce_kernel)
-
-
 def all_reduce(
     layout: AllReducePlan,
     memory: Mailbox,
@@ -261,7 +256,8 @@ def all_reduce(
     sizes = (problem.m, problem.n, a.shape[1], a.stride(0), b.stride(0), b.stride(1))
     constants = _constants(layout, bias is not None, residual is not None, capabilities(out.device))
     key = (sizes, *(t.data_ptr() % 16 for t in pointers), *specialised(scales_argument))
-    (launched_by or make_launcher())(
+    (launched_by or Launcher())(
+        _all_reduce_kernel,
         memory.epochs.numel(),
         (
             *pointers,

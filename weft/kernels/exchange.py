@@ -240,10 +240,7 @@ class RaggedExchange:
         self.notes = zeros(NOTES.value, torch.int64)
         self.host_notes = torch.zeros(NOTES.value, dtype=torch.int64, pin_memory=shape.device.type == "cuda")
         self._make_steps(orders)
-        kernels: tuple[Any, ...] = (layout_kernel, dispatch_kernel, combine_kernel, collect_kernel)
-        self._layout, self._dispatch, self._combine, self._collect = map(Launcher, kernels)
-        others: tuple[Any, ...] = (push_kernel, pull_kernel, await_kernel)
-        self._push, self._pull, self._await = map(Launcher, others)
+        self._launcher = Launcher()
 
     def _make_steps(self, orders: Orders) -> None:
         """Make the constant tables, and allocate the tables that each call writes. Steps with the same order share tables."""
@@ -371,9 +368,9 @@ class RaggedExchange:
             MOVE_ROWS=shape.move[0],
             TILE_ROWS=blocks.m,
         )
-        key = (splits.dtype, *_alignments(splits, received))
+        key = ("layout", splits.dtype, *_alignments(splits, received))
         # All pairs of segments are compared in registers.
-        self._layout(1, arguments, {"S": sizes}, key=key, num_warps=max(8, shape.segments // 8))
+        self._launcher(layout_kernel, 1, arguments, {"S": sizes}, key=key, num_warps=max(8, shape.segments // 8))
 
     def _landing(self) -> Shared:
         """Return the landing buffers, viewed as bytes for FP8 rows."""
@@ -407,7 +404,7 @@ class RaggedExchange:
             self._pushed(None if scales is None else scales.a),
         )
         landed = [] if self.landed_scales is None else [self.landed_scales.local]
-        self._grouped(self._dispatch, step, first, (int(keep_own),), a, b, out, self._landing(), scales, landed)
+        self._grouped(dispatch_kernel, step, first, (int(keep_own),), a, b, out, self._landing(), scales, landed)
         if not self.shape.n:  # without columns no tile would wait
             self.wait_for_flags(self.steps[step].waits)
 
@@ -426,7 +423,7 @@ class RaggedExchange:
             _b_descriptor(b, blocks),
             _descriptor(self._landing_rows.local, blocks),
         )
-        self._grouped(self._combine, step, first, (), a, b, out, self._landing_rows, scales, [])
+        self._grouped(combine_kernel, step, first, (), a, b, out, self._landing_rows, scales, [])
 
     def _movers(self, step: int) -> int:
         """Return the number of copying blocks of a multiplying step."""
@@ -434,7 +431,7 @@ class RaggedExchange:
 
     def _grouped(
         self,
-        launcher: Launcher,
+        kernel: Any,
         step: int,
         first: tuple[object, ...],
         last: tuple[object, ...],
@@ -474,11 +471,12 @@ class RaggedExchange:
             PROMOTED=promoted,
             PAIRS=promoted and blocks.pairs,
         )
-        launcher(
+        self._launcher(
+            kernel,
             max(self.sms, movers + 1),
             arguments,
             {"M": self._moving(tables), "P": product},
-            key=(b.stride(), tables.gates.shape[1], *_alignments(a, b, out), pitch, *specialised(read)),
+            key=("product", b.stride(), tables.gates.shape[1], *_alignments(a, b, out), pitch, *specialised(read)),
             num_warps=blocks.warps,
             num_stages=blocks.stages,
         )
@@ -495,8 +493,8 @@ class RaggedExchange:
             *(_as_moved(a), self._landing(), pushed, self.arrived, tables),
             *(self.shape.rank, self.shape.k, int(keep_own)),
         )
-        key = (*_alignments(a), scale_a is not None and scale_a.data_ptr() % 16)
-        self._push(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
+        key = ("push", *_alignments(a), scale_a is not None and scale_a.data_ptr() % 16)
+        self._launcher(push_kernel, self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def _pushed(self, scale_a: torch.Tensor | None) -> CopiedScales | None:
         """Return the sources and destinations of the scales of pushed rows."""
@@ -507,13 +505,13 @@ class RaggedExchange:
         """Pull this rank's products from peers into out. step: its number in the orders."""
         tables = self.steps[step].copies
         arguments = (out, self._landing_rows, self.arrived.local, tables, self.tries, self.shape.n)
-        key = (tables.gates.shape[1], *_alignments(out))
-        self._pull(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
+        key = ("pull", tables.gates.shape[1], *_alignments(out))
+        self._launcher(pull_kernel, self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def wait_for_flags(self, counters: torch.Tensor) -> None:
         """Wait for counters of this rank. counters: their numbers, int32."""
         arguments = (counters, counters.numel(), self.arrived.local, self.goals, self.notes, self.tries)
-        self._await(1, arguments, {}, key=(), num_warps=1)
+        self._launcher(await_kernel, 1, arguments, {}, key="await", num_warps=1)
 
     def collect(self, step: int, out: torch.Tensor, scales: torch.Tensor | None = None) -> None:
         """Copy the rows that arrived to out, and the scales of FP8 rows to scales. Rows below them become zeros.
@@ -527,8 +525,8 @@ class RaggedExchange:
             *(self._landing().local, _as_moved(out), copied, self.arrived.local, tables),
             *(self.tries, shape.k, shape.max_rows),
         )
-        key = (tables.gates.shape[1], *_alignments(out, *([] if scales is None else [scales])))
-        self._collect(self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
+        key = ("collect", tables.gates.shape[1], *_alignments(out, *([] if scales is None else [scales])))
+        self._launcher(collect_kernel, self.sms, arguments, {"M": self._moving(tables)}, key=key, num_warps=8)
 
     def _moving(self, tables: StepTables) -> Moving:
         """Return the constexpr parameters of a kernel that moves rows by these tables."""

@@ -68,11 +68,6 @@ def make_flag_table(phases: Sequence[Phase], device: torch.device) -> FlagTable:
     return FlagTable(operations=table(rows, torch.int64, device), phases=len(phases), size=size)
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `run_flag_operations`."""
-    return Launcher(_flag_kernel)
-
-
 def run_flag_operations(plan: FlagTable, *, tries: int, launched_by: Launcher | None = None, stream: int | None = None) -> None:
     """Launch the kernel on a table.
 
@@ -81,7 +76,7 @@ def run_flag_operations(plan: FlagTable, *, tries: int, launched_by: Launcher | 
     """
     arguments = (plan.operations, plan.phases if tries else 0, tries)
     constants = {"KINDS": _KINDS, "SIZE": plan.size}
-    (launched_by or make_launcher())(1, arguments, constants, key=plan.size, stream=stream, num_warps=1)
+    (launched_by or Launcher())(_flag_kernel, 1, arguments, constants, key=plan.size, stream=stream, num_warps=1)
 
 
 def split_into_phases(operations: Sequence[Word]) -> list[Phase]:

@@ -243,11 +243,6 @@ def _slices(part: Part, gates: tuple[int, int], blocks: TileShape) -> list[tuple
     return [(-(-end // blocks.k), *pair) for end, pair in zip(ends, waits, strict=True)]
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `gemm`."""
-    return Launcher(gemm_kernel)
-
-
 def gemm(
     sources: tuple[torch.Tensor, ...],
     b: torch.Tensor,
@@ -343,7 +338,8 @@ def gemm(
         PROMOTED=promoted,
         PAIRS=promoted and blocks.pairs,
     )
-    (launched_by or make_launcher())(
+    (launched_by or Launcher())(
+        gemm_kernel,
         at_once,
         arguments,
         {"V": variant},
@@ -401,7 +397,7 @@ class PlainGemm:
             blocks=blocks_for(step, device, machine, scaling),
         )
         self._status = torch.zeros(2, dtype=torch.int32, device=device)
-        self._sms, self._launcher = capabilities(device).sms, make_launcher()
+        self._sms, self._launcher = capabilities(device).sms, Launcher()
 
     def multiply(
         self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, of: Scaling

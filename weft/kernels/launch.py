@@ -112,19 +112,18 @@ def _without_tensor(argument: Any, find: Callable[[int], int | None], held: list
 
 
 class Launcher:
-    """A Launcher launches one kernel on one device.
+    """A Launcher launches kernels on one device.
 
     From the second launch with the same key on, it calls the compiled kernel directly. Triton's own launch binds and
     specialises every argument each time.
-
     """
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
+    def __init__(self) -> None:
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(
         self,
+        kernel: Any,
         blocks: int,
         arguments: Sequence[object],
         constants: Mapping[str, object],
@@ -137,7 +136,7 @@ class Launcher:
 
         constants: the constexpr arguments, in the kernel's order.
         key: everything that Triton specialises on and that may differ between launches: the alignment of pointers, the integers
-            that it folds in, the constants.
+            that it folds in, the constants; and the kernel, if this launcher launches several.
         stream: by default torch's current stream. A first launch accepts no other.
         """
         compiled = self._compiled.get(key)
@@ -145,7 +144,7 @@ class Launcher:
         if recorded is not None:
             recorded.append(RecordedLaunch(compiled, blocks, (*arguments, *constants.values())))
         elif compiled is None:
-            self._compiled[key] = finished(self._kernel[(blocks,)](*arguments, **constants, **options))
+            self._compiled[key] = finished(kernel[(blocks,)](*arguments, **constants, **options))
         else:
             relaunch(compiled, blocks, (*arguments, *constants.values()), stream)
 

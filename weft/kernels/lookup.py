@@ -169,11 +169,6 @@ def _slice(matrix: torch.Tensor, at: int, cols: Span1D, first: int) -> tuple[int
     return address, matrix.stride(0), matrix.shape[0], cols[1] - cols[0], at, cols[0] * matrix.element_size()
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `lookup`."""
-    return Launcher(_lookup_kernel)
-
-
 def lookup(
     plan: LookupTables,
     indices: torch.Tensor,
@@ -220,7 +215,8 @@ def lookup(
         "PART": _PART,
         "SLICE": _SLICE,
     }
-    (launched_by or make_launcher())(
+    (launched_by or Launcher())(
+        _lookup_kernel,
         min(_WARPS_PER_SM * sms, plan.tiles),
         (
             indices,

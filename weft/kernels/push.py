@@ -160,11 +160,6 @@ def _lay_out(moves: Sequence[_Move], device: torch.device) -> PushTables:
     return PushTables(tiles=table(tiles, torch.int64, device), count=len(tiles), unit=unit, tile_bytes=tile_bytes, runs=runs)
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `push`."""
-    return Launcher(_push_kernel)
-
-
 def push(
     plan: PushTables,
     *,
@@ -198,7 +193,8 @@ def push(
         "RUNS": plan.runs,
         "FIELDS": _FIELDS,
     }
-    (launched_by or make_launcher())(
+    (launched_by or Launcher())(
+        _push_kernel,
         min(sms, plan.count),
         (plan.tiles, src_base, int(not silent), plan.count),
         constants,

@@ -99,11 +99,6 @@ def quantise_tables(
     )
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `quantise`."""
-    return Launcher(_quantise_kernel)
-
-
 def quantise(
     plan: QuantiseTables,
     source: torch.Tensor,
@@ -128,7 +123,8 @@ def quantise(
         "ROWS": ROWS,
         "MOST": torch.finfo(torch.float8_e4m3fn).max,
     }
-    (launched_by or make_launcher())(
+    (launched_by or Launcher())(
+        _quantise_kernel,
         min(sms, plan.count),
         (source, plan.tiles, plan.places, source.stride(0), plan.columns, *plan.pitches, int(not silent), plan.count),
         constants,

@@ -87,11 +87,6 @@ def _elements(address: int, itemsize: int) -> int:
     return address // itemsize if address % itemsize == 0 else 1
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `reduce`."""
-    return Launcher(_reduce_kernel)
-
-
 def reduce(
     like: torch.Tensor,
     out: torch.Tensor,
@@ -122,7 +117,8 @@ def reduce(
         divide_by,
     )
     align = math.gcd(plan.align, like.stride(0), out.stride(0), out.data_ptr() // out.element_size())
-    (launched_by or make_launcher())(
+    (launched_by or Launcher())(
+        _reduce_kernel,
         min(8 * sms, count),
         arguments,
         {

@@ -63,11 +63,6 @@ def run_table(addresses: Sequence[int], *, own: int, dtype: torch.dtype, divide_
     )
 
 
-def make_launcher() -> Launcher:
-    """Return the launcher for repeated calls of `sum_runs`."""
-    return Launcher(_sum_runs_kernel)
-
-
 def load(plan: RunTable, *, launched_by: Launcher, address: int) -> None:
     """Compile and load both variants. address: any address, which is not accessed."""
     for align in {1, _vector(plan)}:
@@ -116,7 +111,7 @@ def _launch(
     }
     arguments = (plan.addresses, own, out, first // align, last // align)
     key = (plan.sources, plan.own, plan.divide_by, plan.dtype, align)
-    launched_by(blocks, arguments, constants, key=key, stream=stream, num_warps=_WARPS)
+    launched_by(_sum_runs_kernel, blocks, arguments, constants, key=key, stream=stream, num_warps=_WARPS)
 
 
 @triton.jit(do_not_specialize=["own", "out", "first", "last"])

@@ -34,7 +34,7 @@ from weft.core.problem import Scaling
 from weft.core.schedule import Lane, Schedule
 from weft.core.span import Span
 from weft.core.work import span
-from weft.kernels.launch import record_launches
+from weft.kernels.launch import Launcher, record_launches
 from weft.perf.shapes import shapes_for
 from weft.runtime.bindings import Where
 from weft.runtime.choose import agreed_profile
@@ -45,7 +45,6 @@ from weft.runtime.replay import give_captures, private_pool, take_captures
 from weft.runtime.watchdog import POLL_S, Releaser, Watchdog
 
 if TYPE_CHECKING:
-    from weft.kernels.launch import Launcher
     from weft.runtime.ragged_kernels import RaggedKernels
 
 _LARGE = 2 << 20
@@ -103,7 +102,7 @@ class CudaResources:
         and the release must not wait behind it."""
         self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
         self.tries = min(int(rank_group.timeout_s * _LOOKS_PER_S), 2**31 - 1)
-        self._flag_launcher: Launcher | None = None
+        self._flag_launcher = Launcher()
         self.captures = take_captures(device)
         self.releaser = Releaser(
             rank_group, device, driver=self.driver, order=self.order, rescue=self.rescue, invalidating=self._invalidating
@@ -216,10 +215,8 @@ class CudaResources:
         """Return a function that enqueues memory operations on a stream."""
         if not by_kernel:
             return self.driver.words(words)
-        from weft.kernels.flag_operations import make_flag_table, make_launcher, run_flag_operations, split_into_phases
+        from weft.kernels.flag_operations import make_flag_table, run_flag_operations, split_into_phases
 
-        if self._flag_launcher is None:
-            self._flag_launcher = make_launcher()
         table = make_flag_table(split_into_phases(words), self.device)
         # The kernel is loaded now, because loading waits for all streams, and later one of them may wait for a flag.
         run_flag_operations(table, tries=0, launched_by=self._flag_launcher)

@@ -18,14 +18,12 @@ import torch
 from weft.core.errors import WaitTimeout
 from weft.core.problem import CollectiveProblem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, signalled_flags, waits
-from weft.kernels import gemm as gemm_kernel
-from weft.kernels import reduce as reduce_kernel
 from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables, whole_slices
 from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
-from weft.kernels.runs import RunTable, load, make_launcher, run_table, sum_runs
+from weft.kernels.runs import RunTable, load, run_table, sum_runs
 from weft.kernels.shapes import TileShape, blocks_for, tiles_of
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.launches import MovableTables, Site, StepKernel
+from weft.runtime.launches import KernelTables, Site, StepKernel, addresses_of
 
 
 def is_fused(step: Gemm) -> bool:
@@ -106,8 +104,7 @@ class FusedGemm(StepKernel):
         self._adds = list(dict.fromkeys((add.buffer, add.rank) for part in step.parts for add in part.adds))
         self._irregular = _irregular(step, self._blocks, len(given))
         self._counts = any(part.count for part in step.parts)
-        self.tables = MovableTables(self._elsewhere, self._make_tables)
-        self.launched_by = gemm_kernel.make_launcher()
+        self.tables = KernelTables(site, addresses_of(self._elsewhere), self._make_tables)
         self._unfit: dict[tuple[int, ...], str] = {}
         """Why the kernel cannot run tensors of given alignments and strides, or "" if it can."""
 
@@ -239,8 +236,7 @@ class FusedReduce(StepKernel):
         super().__init__(site, where)
         self.step, self._out = step, (step.parts[0].out.buffer, step.parts[0].out.rank)
         self._sources = [src for part in step.parts for src in part.srcs]
-        self.tables = MovableTables(self._sources, self._make_tables)
-        self.launched_by = reduce_kernel.make_launcher()
+        self.tables = KernelTables(site, addresses_of(self._sources), self._make_tables)
 
     def runs(self, bindings: Bindings) -> bool:
         return super().runs(bindings) and bindings.tensors[self._out][0][0].numel() > 0
@@ -313,9 +309,10 @@ class FusedSum(StepKernel):
         problem = site.schedule.problem
         assert isinstance(problem, CollectiveProblem), problem
         self.step, (self._part,) = step, step.parts
-        self._sms, self._launcher = problem.sms, make_launcher()
+        self._sms = problem.sms
         self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
-        self.tables = MovableTables([src for src in self._part.srcs if src.buffer != "a"], self._make_tables)
+        sources = (src for src in self._part.srcs if src.buffer != "a")
+        self.tables = KernelTables(site, addresses_of(sources), self._make_tables)
 
     def runs(self, bindings: Bindings) -> bool:
         """Return True, and prepare the tables and kernels, which may wait for all streams.
@@ -331,14 +328,14 @@ class FusedSum(StepKernel):
         own, out = (_address(bindings, region) for region in (self._part.srcs[self._own], self._part.out))
         elements = self._part.out.shape[0]
         plan = self.tables.of(bindings)
-        sum_runs(plan, own=own, out=out, elements=elements, sms=self._sms, launched_by=self._launcher, stream=stream)
+        sum_runs(plan, own=own, out=out, elements=elements, sms=self._sms, launched_by=self.launched_by, stream=stream)
 
     def _make_tables(self, bindings: Bindings) -> RunTable:
         """Return the table, and load its kernel."""
         srcs = [0 if number == self._own else _address(bindings, src) for number, src in enumerate(self._part.srcs)]
         by, site = self.step.divide_by, self.site
         plan = run_table(srcs, own=self._own, dtype=site.dtype, divide_by=by, device=site.device)
-        load(plan, launched_by=self._launcher, address=_address(bindings, self._part.out))
+        load(plan, launched_by=self.launched_by, address=_address(bindings, self._part.out))
         return plan
 
 

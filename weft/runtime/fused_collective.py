@@ -9,7 +9,7 @@ import torch
 from weft.core.errors import WaitTimeout
 from weft.core.problem import split
 from weft.core.schedule import Flag, FusedCollective, Schedule
-from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, mailbox, make_launcher, plan
+from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, mailbox, plan
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import Site, StepKernel
 
@@ -59,7 +59,6 @@ class FusedCollectiveKernel(StepKernel):
         )
         addresses, self._box = site.mailbox(self.plan.mailbox_bytes)
         self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
-        self.launched_by = make_launcher()
         # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one

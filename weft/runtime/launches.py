@@ -14,7 +14,7 @@ launch can be prepared further (`prepare`): then a call only fills in addresses 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -25,7 +25,8 @@ from weft.compat.streams import Word
 from weft.core.logs import warn_once
 from weft.core.machine import Machine
 from weft.core.schedule import Collective, Flag, Region, Schedule, SendReceive, Wait, waits
-from weft.kernels.launch import record_launches
+from weft.kernels.launch import Launcher, record_launches
+from weft.kernels.tables import DeviceTables
 from weft.runtime.bindings import Bindings, CallTensors, FactorScales, Issue, NotPreparedError, Where, in_turn
 from weft.runtime.products import Products
 
@@ -325,27 +326,38 @@ class Site(ABC):
         return f"{self.writers.get(flag, 'nobody')} raises it"
 
 
-class MovableTables(Generic[T]):
-    """MovableTables caches tables with addresses of the buffers of regions, and makes them anew if the buffers move.
+_TABLES = 64
+"""A kernel caches its tables for this many sets of addresses, besides those that graphs read."""
+
+
+class KernelTables(Generic[T]):
+    """KernelTables caches what a kernel reads besides the tensors of a call, by what it depends on.
+
+    key: returns the addresses, strides and alignments in a call that are in the tables.
+    """
+
+    def __init__(self, site: Site, key: Callable[[Bindings], Hashable], make: Callable[[Bindings], T]) -> None:
+        self._device, self._key, self._make = site.device, key, make
+        self._made: DeviceTables[T] = DeviceTables(_TABLES)
+
+    def of(self, bindings: Bindings) -> T:
+        return self._made.get(self._key(bindings), self._device, lambda: self._make(bindings))
+
+
+def addresses_of(regions: Iterable[Region]) -> Callable[[Bindings], tuple[int, ...]]:
+    """Return the key of tables with addresses of these regions' buffers.
 
     Symmetric memory never moves on a GPU. On a CPU it may grow and move.
     """
-
-    def __init__(self, regions: Sequence[Region], make: Callable[[Bindings], T]) -> None:
-        self._buffers, self._make = dict.fromkeys((region.buffer, region.rank) for region in regions), make
-        self._cached: tuple[tuple[int, ...], T] | None = None
-
-    def of(self, bindings: Bindings) -> T:
-        moved = tuple(bindings.tensors[key][0][0].data_ptr() for key in self._buffers)
-        if self._cached is None or self._cached[0] != moved:
-            self._cached = moved, self._make(bindings)
-        return self._cached[1]
+    buffers = dict.fromkeys((region.buffer, region.rank) for region in regions)
+    return lambda bindings: tuple([bindings.tensors[key][0][0].data_ptr() for key in buffers])
 
 
 class StepKernel:
     """A StepKernel runs one step of one rank as a kernel. Each call launches it.
 
     tables: what the kernel reads besides the tensors of a call.
+    launched_by: the launcher of its kernel.
     """
 
     waits_in_kernel = False
@@ -357,7 +369,8 @@ class StepKernel:
 
     def __init__(self, site: Site, where: Where) -> None:
         self.site, self.where = site, where
-        self.tables: MovableTables[Any] = MovableTables((), lambda bindings: None)
+        self.tables: KernelTables[Any] = KernelTables(site, addresses_of(()), lambda bindings: None)
+        self.launched_by = Launcher()
         self._logged: set[str] = set()
 
     def runs(self, bindings: Bindings) -> bool:

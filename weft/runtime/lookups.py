@@ -12,10 +12,9 @@ import torch
 
 from weft.core.problem import LookupProblem
 from weft.core.schedule import Flag, Lookup, Region
-from weft.kernels.lookup import LookupTables, OutputPlace, lookup, lookup_tables, make_launcher, tiles_of_bags, variant
-from weft.kernels.tables import DeviceTables
+from weft.kernels.lookup import LookupTables, OutputPlace, lookup, lookup_tables, tiles_of_bags, variant
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.launches import Site, StepKernel
+from weft.runtime.launches import KernelTables, Site, StepKernel, addresses_of
 
 
 def signal_values(site: Site, rank: int, step: Lookup) -> dict[Flag, int]:
@@ -24,10 +23,6 @@ def signal_values(site: Site, rank: int, step: Lookup) -> dict[Flag, int]:
     assert isinstance(problem, LookupProblem), f"{problem} has no tables"
     columns = problem.table_columns(rank)
     return {part.count: tiles_of_bags(part, columns) for part in step.parts if part.count is not None}
-
-
-_PLANS = 64
-"""A program caches the tables of addresses for this many sets of embedding tables. They seldom move."""
 
 
 class FusedLookup(StepKernel):
@@ -42,8 +37,8 @@ class FusedLookup(StepKernel):
         self.step, self._problem = step, problem
         self._columns = problem.table_columns(where.rank)
         self._targets = list(dict.fromkeys((part.out.buffer, part.out.rank) for part in step.parts))
-        self._launcher = make_launcher()
-        self._plans: DeviceTables[LookupTables] = DeviceTables(_PLANS)
+        self._fixed = addresses_of(part.out for part in step.parts if part.out.buffer != "out")
+        self.tables = KernelTables(site, self._addresses, self._make_tables)
         self._loaded: set[tuple[object, ...]] = set()
 
     def runs(self, bindings: Bindings) -> bool:
@@ -52,24 +47,25 @@ class FusedLookup(StepKernel):
         It is called before any part of a call is enqueued.
         """
         if self._columns:
-            plan, loose = self._plan(bindings), bindings.loose
+            plan, loose = self.tables.of(bindings), bindings.loose
             weights = loose["weights"][0] if "weights" in loose else None
             mean = self._problem.mode == "mean"
             key = variant(plan, loose["indices"][0], loose["offsets"][0], weights, self._out(bindings), mean=mean)
             if key not in self._loaded:
                 # Earlier calls may wait for a peer, and the watchdog cannot release them while the driver loads a kernel.
-                with nullcontext() if self._is_captured() else self.site.loading():
+                captured = self.site.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+                with nullcontext() if captured else self.site.loading():
                     self._launch(plan, bindings, load_only=True)
                 self._loaded.add(key)
         return True
 
     def lay_out(self, bindings: Bindings) -> None:
         if self._columns:
-            self._plan(bindings)
+            self.tables.of(bindings)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         if self._columns:
-            self._launch(self._plan(bindings), bindings, silent=silent, sms=sms, stream=stream)
+            self._launch(self.tables.of(bindings), bindings, silent=silent, sms=sms, stream=stream)
 
     def _launch(
         self,
@@ -92,7 +88,7 @@ class FusedLookup(StepKernel):
             silent=silent,
             load_only=load_only,
             sms=sms,
-            launched_by=self._launcher,
+            launched_by=self.launched_by,
             stream=stream,
         )
 
@@ -100,21 +96,11 @@ class FusedLookup(StepKernel):
         """Return the caller's result, whose address changes from call to call. Return None for a rank without one."""
         return next((bindings.tensors[key][0][0] for key in self._targets if key[0] == "out"), None)
 
-    def _plan(self, bindings: Bindings) -> LookupTables:
+    def _addresses(self, bindings: Bindings) -> tuple[int, ...]:
         tables = bindings.loose["tables"]
-        fixed = [bindings.tensors[key][0][0].data_ptr() for key in self._targets if key[0] != "out"]
-        key = tuple(n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))) + tuple(fixed)
-        return self._plans.get(key, self.site.device, lambda: self._make_tables(bindings))
-
-    def _is_captured(self) -> bool:
-        return self.site.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return tuple([n for t in tables for n in (t.data_ptr(), t.shape[0], t.stride(0))]) + self._fixed(bindings)
 
     def _make_tables(self, bindings: Bindings) -> LookupTables:
-        if self._is_captured():
-            raise ValueError(
-                "the addresses of tables are new; call the operator once with these tables before capturing a graph"
-            )
-
         def target(region: Region) -> OutputPlace:
             view, (whole, _) = bindings.view(region), bindings.tensors[region.buffer, region.rank][0]
             relative = region.buffer == "out"

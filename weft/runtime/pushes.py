@@ -5,16 +5,15 @@ The kernel stores (weft.kernels.push), or quantises while it stores (weft.kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from weft.core.schedule import Flag, Push, Region, quantises
-from weft.kernels import quantise as quantise_kernel
-from weft.kernels.push import PushTables, make_launcher, push, push_tables, tiles_of_copy
+from weft.kernels.push import PushTables, push, push_tables, tiles_of_copy
 from weft.kernels.quantise import QuantiseTables, quantise, quantise_tables, tiles_of_rows
 from weft.runtime.bindings import Bindings, Where
-from weft.runtime.launches import MovableTables, Site, StepKernel
+from weft.runtime.launches import KernelTables, Site, StepKernel, addresses_of
 
 
 def kernel_of(site: Site, where: Where, step: Push) -> StepKernel:
@@ -39,41 +38,30 @@ class FusedPush(StepKernel):
     def __init__(self, site: Site, where: Where, step: Push) -> None:
         super().__init__(site, where)
         self._step, self._source = step, step.source
-        self.launched_by = make_launcher()
-        self._tables: dict[tuple[int, ...], list[PushTables]] = {}
-
-    def lay_out(self, bindings: Bindings) -> None:
-        self.tables_for(bindings)
+        self._targets = addresses_of(part.dst for part in step.parts)
+        self.tables = KernelTables(site, self._layout, self._lay_out)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        for base, plan in self.tables_for(bindings):
+        for base, plan in zip(self._bases(bindings), self.tables.of(bindings), strict=True):
             push(plan, sms=sms, silent=silent, src_base=base, launched_by=self.launched_by, stream=stream)
 
-    def tables_for(self, bindings: Bindings) -> list[tuple[int, PushTables]]:
-        """Return the base address of the sources and the tables for each launch.
-
-        New tables are made if the alignment or the strides of a call's rows are new.
-        """
+    def _sources(self, bindings: Bindings) -> list[torch.Tensor]:
         ((source, _),) = bindings.tensors[self._source]
-        sources = [*bindings.scales.get(self._source, ()), source]
-        bases = [one.data_ptr() & ~15 for one in sources]
-        # Symmetric memory never moves on a GPU. On a CPU it may grow and move, and then the tables are made again.
-        targets = dict.fromkeys((part.dst.buffer, part.dst.rank) for part in self._step.parts)
-        pitches = (stride if rows > 1 else 0 for rows, stride in zip(source.shape, source.stride(), strict=True))
-        places = (bindings.tensors[target][0][0].data_ptr() for target in targets)
-        key = (*(one.data_ptr() & 15 for one in sources), *pitches, *places)
-        if key not in self._tables:
-            if source.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise ValueError(
-                    f"{self.where}: its rows have other strides or alignments than in earlier calls; call the operator once "
-                    "with such tensors before capturing a graph"
-                )
-            # They are stored as long as the site, because a graph may use any of them.
-            self._tables[key] = self._lay_out(bindings, bases)
-        return list(zip(bases, self._tables[key], strict=True))
+        return [*bindings.scales.get(self._source, ()), source]
 
-    def _lay_out(self, bindings: Bindings, bases: list[int]) -> list[PushTables]:
+    def _bases(self, bindings: Bindings) -> list[int]:
+        """Return what is added to the sources of each launch's tables."""
+        return [one.data_ptr() & ~15 for one in self._sources(bindings)]
+
+    def _layout(self, bindings: Bindings) -> Hashable:
+        """Return what the tables depend on. Of a single row no stride counts."""
+        sources = self._sources(bindings)
+        pitches = [stride if rows > 1 else 0 for rows, stride in zip(sources[-1].shape, sources[-1].stride(), strict=True)]
+        return (*[one.data_ptr() & 15 for one in sources], *pitches, *self._targets(bindings))
+
+    def _lay_out(self, bindings: Bindings) -> list[PushTables]:
         """Return the tables of each launch: one for the scales, if there are any, and one for the elements, which counts."""
+        bases = self._bases(bindings)
         copies: list[tuple[Region, Region, Flag | None]] = [(part.src, part.dst, part.count) for part in self._step.parts]
         elements = self._tables_of(bindings.view, copies, bases[-1])
         if len(bases) == 1:
@@ -103,10 +91,10 @@ class QuantisingPush(StepKernel):
 
     def __init__(self, site: Site, where: Where, step: Push) -> None:
         super().__init__(site, where)
-        self._step, self.launched_by = step, quantise_kernel.make_launcher()
+        self._step = step
         self._alone = where.lane == "compute"
         """True if no other kernel runs concurrently, so that this one can use all SMs."""
-        self.tables = MovableTables([part.dst for part in step.parts], self._make_tables)
+        self.tables = KernelTables(site, addresses_of(part.dst for part in step.parts), self._make_tables)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         ((source, _),) = bindings.tensors[self._step.source]

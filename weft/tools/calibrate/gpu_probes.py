@@ -19,11 +19,10 @@ from weft.compat.device import capabilities
 from weft.compat.streams import Driver, Word, comm_stream, give_back
 from weft.core.problem import Problem
 from weft.core.schedule import Bags, Flag, Gemm, Lookup, Part, Region
-from weft.kernels.gemm import gemm, make_launcher, tables
+from weft.kernels.gemm import gemm, tables
+from weft.kernels.launch import Launcher
 from weft.kernels.lookup import OutputPlace, lookup, lookup_tables
-from weft.kernels.lookup import make_launcher as lookup_launcher
 from weft.kernels.push import push, push_tables
-from weft.kernels.runs import make_launcher as sum_launcher
 from weft.kernels.runs import run_table, sum_runs
 from weft.kernels.shapes import TileShape, shapes_for
 from weft.perf.shapes import streamed_tile
@@ -281,7 +280,7 @@ def _tiles(
         need=lambda _: 1,
         blocks=blocks,
     )
-    launched_by = make_launcher()
+    launched_by = Launcher()
 
     def work() -> None:
         gemm((a,), b, out, plan, status, sms=sms, launched_by=launched_by)
@@ -316,7 +315,7 @@ def _lookup(clock: Clock, rows: int, columns: int, sms: int) -> tuple[Callable[[
         target=lambda _: OutputPlace(0, out.stride(0) * out.element_size(), True),
         count_address=lambda _: 0,
     )
-    launched_by, held = lookup_launcher(), (table,)
+    launched_by, held = Launcher(), (table,)
 
     def work() -> None:
         assert held
@@ -357,7 +356,7 @@ def sums(device: str, nbytes: int) -> list[ProbeSample]:
     mine, peer = dist.get_rank(), (dist.get_rank() + 1) % dist.get_world_size()
 
     def summed(sources: list[int], out: int) -> Callable[[], None]:
-        plan, run = run_table(sources, own=0, dtype=dtype, divide_by=1, device=clock.device), sum_launcher()
+        plan, run = run_table(sources, own=0, dtype=dtype, divide_by=1, device=clock.device), Launcher()
         elements = nbytes // dtype.itemsize
         return lambda: sum_runs(plan, own=sources[0], out=out, elements=elements, sms=SUMMING_SMS, launched_by=run, stream=None)
 
