@@ -34,7 +34,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("copy engine", "=", r"memcpy ptop"),
     ("weft's exchange", "=", r"^(_?push|pull|_words|collect|layout)_kernel"),
     ("waiting", ".", r"^(await|_flag)_kernel"),
-    ("weft's sum", "+", r"^_reduce_kernel"),
+    ("weft's sum", "+", r"^_sum_kernel"),
     ("local copy", "-", r"memcpy|memset|CatArray|copy_kernel"),
     ("attention", "%", r"flash|fmha|sdpa"),
     ("matmul", "#", r"gemm|nvjet|cutlass|xmma|splitk|cublas|^(dispatch|combine|_all_reduce)_kernel"),

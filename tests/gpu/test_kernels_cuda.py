@@ -102,18 +102,19 @@ def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
 
 @pytest.mark.parametrize("cols", [136, 77])
 def test_reduce(cols: int) -> None:
-    from weft.kernels.reduce import reduce, reduce_tables
+    from weft.kernels.sums import region_table, sum_regions
 
     srcs = torch.randn(3 * M, cols, device=GPU, dtype=torch.bfloat16)
     out = torch.empty(M, cols, device=GPU, dtype=torch.bfloat16)
     regions = tuple(Region("recv", 0, (i * M, (i + 1) * M), (0, cols)) for i in range(3))
-    plan = reduce_tables(
-        Reduce((Sum(regions, Region("out", 0, (0, M), (0, cols))),)),
-        device=GPU,
+    plan = region_table(
+        Reduce((Sum(regions, Region("out", 0, (0, M), (0, cols))),), divide_by=3),
         address=lambda region: srcs[region.rows[0] :].data_ptr(),
-        itemsize=2,
+        stride=cols,
+        dtype=srcs.dtype,
+        device=GPU,
     )
-    reduce(srcs, out, plan, divide_by=3, sms=4)
+    sum_regions(plan, out, sms=4)
     torch.testing.assert_close(out, (srcs.float().view(3, M, cols).sum(0) / 3).bfloat16(), rtol=1e-2, atol=1e-2)
 
 

@@ -25,10 +25,9 @@ from weft.kernels import (
     quantise,
     ragged,
     ragged_rows,
-    reduce,
-    runs,
     scaled,
     segments,
+    sums,
 )
 from weft.kernels import update as update_kernels
 from weft.kernels.shapes import TileShape, promotes, shapes_for
@@ -73,8 +72,7 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
         "update": _update,
         "push": _push,
         "quantise": _quantise,
-        "reduce": _reduce,
-        "runs": _runs,
+        "sums": _sums,
         "flag_operations": _flag_operations,
     }[module](gpu)
 
@@ -375,15 +373,21 @@ def _quantise(_: Capabilities) -> Iterator[Example]:
         yield _typed(quantise._quantise_kernel, types, constants | {"BLOCK": block}, "stride", warps=quantise._WARPS)
 
 
-def _reduce(_: Capabilities) -> Iterator[Example]:
-    constants = {"SOURCES": 4, "ROWS": 4, "COLS": 1024, "FIELDS": reduce._FIELDS, "ALIGN": 8}
-    types = "*bf16 *bf16 *i32 *i32 *i64"
-    yield _typed(reduce._reduce_kernel, types, constants, "src_stride", "out_stride", warps=8)
-
-
-def _runs(_: Capabilities) -> Iterator[Example]:
-    constants = {"SOURCES": 4, "OWN": 1, "DIVIDE_BY": 4, "ELEMENT": tl.bfloat16, "TILE": runs._TILE, "ALIGN": 8}
-    yield _typed(runs._sum_runs_kernel, "*i64 i64 i64", constants, warps=runs._WARPS)
+def _sums(_: Capabilities) -> Iterator[Example]:
+    constants = {
+        "SOURCES": 4,
+        "ELEMENT": tl.bfloat16,
+        "RESULT": tl.bfloat16,
+        "ALIGN": 8,
+        "DIVIDE_BY": 4,
+        "FIELDS": sums._FIELDS,
+    }
+    types = "*i32 *i64 i64 i64"
+    for words, shape, warps in (
+        ("", {"OWN": -1, "ROWS": 4, "COLS": 1024}, 8),
+        ("runs", {"OWN": 1, "ROWS": 1, "COLS": 8192}, 16),
+    ):
+        yield dataclasses.replace(_typed(sums._sum_kernel, types, constants | shape, warps=warps), words=words)
 
 
 def _flag_operations(_: Capabilities) -> Iterator[Example]:

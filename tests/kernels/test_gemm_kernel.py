@@ -40,7 +40,7 @@ def _fused_schedules() -> tuple[int, int]:
         return whole
 
     gemm.whole_tiles = cut
-    kinds = (fused.FusedGemm, fused.FusedReduce)
+    kinds = (fused.FusedGemm, fused.FusedSum)
     launch = {kind: kind.launch for kind in kinds}
 
     def counted(self: fused.FusedStep, *arguments: object, **options: object) -> None:

@@ -54,7 +54,7 @@ def _kernels() -> int:
     from weft.runtime import fused, pushes
 
     launches = 0
-    kinds: tuple[Any, ...] = (fused.FusedGemm, fused.FusedReduce, pushes.FusedPush)
+    kinds: tuple[Any, ...] = (fused.FusedGemm, fused.FusedSum, pushes.FusedPush)
     launch = {kind: kind.launch for kind in kinds}
 
     def counted(self: Any, *arguments: object, **options: object) -> None:

@@ -71,7 +71,7 @@ def _interpreted() -> int:
     from weft.runtime import fused, lookups
 
     launches = 0
-    kinds = (fused.FusedGemm, fused.FusedReduce, lookups.FusedLookup)
+    kinds = (fused.FusedGemm, fused.FusedSum, lookups.FusedLookup)
     weft.close()
     bound, os.environ["WEFT_TIMEOUT_S"] = os.environ["WEFT_TIMEOUT_S"], "60"
     launch = {kind: kind.launch for kind in kinds}

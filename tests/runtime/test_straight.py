@@ -33,7 +33,7 @@ from weft.runtime.bindings import Bindings, CallTensors, NotPreparedError, Where
 from weft.runtime.bound import BoundProgram, kernel_of
 from weft.runtime.cuda import CudaProgram
 from weft.runtime.cuda_resources import LaneStreams
-from weft.runtime.fused import FusedReduce
+from weft.runtime.fused import FusedSum
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import FlagOperations, KernelLaunch
 from weft.runtime.network import NcclCollective
@@ -507,10 +507,10 @@ def test_prepared_kernels_get_no_address_of_an_earlier_call(monkeypatch: pytest.
 
 
 def test_a_sum_whose_table_has_addresses_of_the_caller_is_not_prepared() -> None:
-    sums = FusedReduce.__new__(FusedReduce)
+    sums = FusedSum.__new__(FusedSum)
     buffers = {"out": SimpleNamespace(kind="output"), "kept": SimpleNamespace(kind="symmetric")}
     for name, fixed in (("out", False), ("kept", True)):
-        sums._sources = [Region(name, 0, (0, 1), (0, 1))]
+        sums._fixed = [Region(name, 0, (0, 1), (0, 1))]
         assert sums.can_be_prepared(Bindings(buffers=cast(Any, buffers))) is fixed
 
 

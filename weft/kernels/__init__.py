@@ -7,7 +7,7 @@ exchange.py  segments.py                     grouped GEMMs with all-to-all rows:
 ragged.py  ragged_rows.py                    device code of grouped GEMMs, and of row transfers
 experts.py                                   passes before and after experts' matmuls
 lookup.py  update.py  places.py              embedding bags, the backward of lookups, and the order of its sums
-reduce.py  runs.py                           sums of partial results, and of one contiguous range on all ranks
+sums.py                                      sums of partial results, and of one contiguous run of all ranks
 push.py  quantise.py                         copies by stores from some SMs, plain or quantised to FP8
 flag_operations.py                           waits for flags and writes of flags on a compute lane
 tables.py                                    the cache of tables on a device

@@ -4,8 +4,6 @@ Every rank must treat the same steps as kernels, because a kernel raises its fla
 number. A rank runs a step part by part, and raises the same flags as far, if the kernel cannot run it: if it cannot load the
 operands (odd strides), if it cannot process the parts in order, if parts are only some columns of a matrix, or if slices of K
 end within a step of the kernel's loop.
-
-This module runs a collective's sum as a kernel: a Reduce on communication blocks of contiguous pieces, one the caller's.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from weft.core.errors import WaitTimeout
 from weft.core.problem import CollectiveProblem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, signalled_flags, waits
 from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables, whole_slices
-from weft.kernels.reduce import ReduceTables, reduce, reduce_tables
-from weft.kernels.runs import RunTable, load, run_table, sum_runs
 from weft.kernels.shapes import TileShape, blocks_for, tiles_of
+from weft.kernels.sums import SumTable, load_runs, region_table, run_table, sum_regions, sum_runs
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import KernelTables, Site, StepKernel, addresses_of
 
@@ -42,15 +39,15 @@ def kernel_of(site: Site, where: Where, step: Gemm) -> FusedGemm | None:
     return FusedGemm(site, where, step) if is_fused(step) else None
 
 
-def kernel_of_sum(site: Site, where: Where, step: Reduce) -> StepKernel | None:
+def kernel_of_sum(site: Site, where: Where, step: Reduce) -> FusedSum | None:
     """Return the kernel of a sum, or None if it runs part by part. A sum with counts runs part by part."""
     if isinstance(site.schedule.problem, CollectiveProblem):
-        return sum_of(site, where, step)
+        return FusedSum(site, where, step) if adds_pieces(step, site.schedule) else None
     # A sum's table contains the addresses of its sources. Those of the caller's tensors change from call to call, and a graph
     # may still use the table of an earlier call.
     given = site.buffers_of("input")
     moves = any(src.buffer in given for part in step.parts for src in part.srcs)
-    return FusedReduce(site, where, step) if step.parts and not signalled_flags(step) and not moves else None
+    return FusedSum(site, where, step) if step.parts and not signalled_flags(step) and not moves else None
 
 
 def signal_values(site: Site, rank: int, step: Gemm) -> dict[Flag, int]:
@@ -229,62 +226,8 @@ class FusedGemm(StepKernel):
         )
 
 
-class FusedReduce(StepKernel):
-    """A FusedReduce is the kernel of a reduction from any addresses. It starts after its gates have been passed."""
-
-    def __init__(self, site: Site, where: Where, step: Reduce) -> None:
-        super().__init__(site, where)
-        self.step, self._out = step, (step.parts[0].out.buffer, step.parts[0].out.rank)
-        self._sources = [src for part in step.parts for src in part.srcs]
-        self.tables = KernelTables(site, addresses_of(self._sources), self._make_tables)
-
-    def runs(self, bindings: Bindings) -> bool:
-        return super().runs(bindings) and bindings.tensors[self._out][0][0].numel() > 0
-
-    def reason_against(self, bindings: Bindings) -> str:
-        """Return why the kernel cannot run the tensors of a call, or "" if it can.
-
-        The kernel needs one result, and sources of one dtype and row stride, as many for each part, with the rows of the
-        result.
-        """
-        if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
-            return "its sources have other rows than its result"
-        if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
-            return "it has several results"
-        (first, _), *more = bindings.tensors[self._sources[0].buffer, self._sources[0].rank]
-        _, *others = bindings.tensors[self._out]
-        if more or others:
-            return "its sources or its results consist of several matrices"
-        tensors = [bindings.tensors[src.buffer, src.rank][0][0] for src in self._sources]
-        if not all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors):
-            return "its sources differ in dtype or row stride"
-        return "" if len({len(part.srcs) for part in self.step.parts}) == 1 else "its parts have different numbers of sources"
-
-    def can_be_prepared(self, bindings: Bindings) -> bool:
-        return all(bindings.buffers[src.buffer].kind in ("symmetric", "local") for src in self._sources)
-
-    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        plan, ((out, _),) = self.tables.of(bindings), bindings.tensors[self._out]
-        like = bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0]
-        by, launched_by = self.step.divide_by, self.launched_by
-        reduce(like, out, plan, divide_by=by, sms=sms, launched_by=launched_by, stream=stream)
-
-    def _make_tables(self, bindings: Bindings) -> ReduceTables:
-        return reduce_tables(
-            self.step,
-            device=self.site.device,
-            address=lambda region: bindings.view(region).data_ptr(),
-            itemsize=bindings.tensors[self._sources[0].buffer, self._sources[0].rank][0][0].element_size(),
-        )
-
-
-def sum_of(site: Site, where: Where, step: Reduce) -> FusedSum | None:
-    """Return the kernel of a collective's sum, or None if it runs step by step."""
-    return FusedSum(site, where, step) if adds_pieces(step, site.schedule) else None
-
-
 def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
-    """Return whether the kernel can run a sum. Other sums run step by step.
+    """Return whether the kernel can run a collective's sum. Other sums run step by step.
 
     The kernel runs one sum of contiguous pieces of one length, one of them the caller's, that neither waits nor counts.
     """
@@ -301,45 +244,81 @@ def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
 
 
 class FusedSum(StepKernel):
-    """A FusedSum is the kernel of one Reduce of one part. Peers' pieces are fixed; the caller's tensors may change from call to
-    call."""
+    """A FusedSum is the kernel of a Reduce, which starts after its gates have been passed.
+
+    A collective's sum (`adds_pieces`) reads one of the caller's tensors, whose address may change from call to call.
+    """
 
     def __init__(self, site: Site, where: Where, step: Reduce) -> None:
         super().__init__(site, where)
         problem = site.schedule.problem
-        assert isinstance(problem, CollectiveProblem), problem
-        self.step, (self._part,) = step, step.parts
-        self._sms = problem.sms
-        self._own = next(number for number, src in enumerate(self._part.srcs) if src.buffer == "a")
-        sources = (src for src in self._part.srcs if src.buffer != "a")
-        self.tables = KernelTables(site, addresses_of(sources), self._make_tables)
+        self.step, self._out = step, step.parts[0].out
+        self._srcs = [src for part in step.parts for src in part.srcs]
+        self._own: int | None = None  # the number of the caller's piece, in a collective's sum
+        self._sms = 0
+        if isinstance(problem, CollectiveProblem):
+            self._own, self._sms = [src.buffer for src in self._srcs].index("a"), problem.sms
+        self._fixed = [src for number, src in enumerate(self._srcs) if number != self._own]
+        self.tables = KernelTables(site, addresses_of(self._fixed), self._make_tables)
 
     def runs(self, bindings: Bindings) -> bool:
-        """Return True, and prepare the tables and kernels, which may wait for all streams.
+        """Return whether the kernel can load a call's tensors, and prepare its tables. A collective's kernels are loaded, too,
+        which may wait for all streams.
 
         It is called before any part of a call is enqueued.
         """
-        self.tables.of(bindings)
-        return True
+        found = super().runs(bindings)
+        if found:
+            self.tables.of(bindings)
+        return found
+
+    def reason_against(self, bindings: Bindings) -> str:
+        """Return why the kernel cannot run the tensors of a call, or "" if it can.
+
+        The kernel needs one result, and sources of one dtype and row stride, as many for each part, with the rows of the
+        result.
+        """
+        if self._own is not None:
+            return ""
+        if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
+            return "its sources have other rows than its result"
+        if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
+            return "it has several results"
+        first, *more = self._matrices(bindings, self._srcs[0])
+        _, *others = self._matrices(bindings, self._out)
+        if more or others:
+            return "its sources or its results consist of several matrices"
+        tensors = [self._matrices(bindings, src)[0] for src in self._srcs]
+        if not all(t.dtype == first.dtype and t.stride() == first.stride() for t in tensors):
+            return "its sources differ in dtype or row stride"
+        return "" if len({len(part.srcs) for part in self.step.parts}) == 1 else "its parts have different numbers of sources"
+
+    def can_be_prepared(self, bindings: Bindings) -> bool:
+        return all(bindings.buffers[src.buffer].kind in ("symmetric", "local") for src in self._fixed)
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        if silent:  # a rehearsal must not write, because the result may share memory with a source
-            return
-        own, out = (_address(bindings, region) for region in (self._part.srcs[self._own], self._part.out))
-        elements = self._part.out.shape[0]
-        plan = self.tables.of(bindings)
-        sum_runs(plan, own=own, out=out, elements=elements, sms=self._sms, launched_by=self.launched_by, stream=stream)
+        plan, launched_by = self.tables.of(bindings), self.launched_by
+        if self._own is None:
+            (out,) = self._matrices(bindings, self._out)
+            sum_regions(plan, out, sms=sms, launched_by=launched_by, stream=stream)
+        elif not silent:  # a rehearsal must not write, because the result may share memory with a source
+            own, out_at = (bindings.view(region).data_ptr() for region in (self._srcs[self._own], self._out))
+            elements = self._out.shape[0]
+            sum_runs(plan, own=own, out=out_at, elements=elements, sms=self._sms, launched_by=launched_by, stream=stream)
 
-    def _make_tables(self, bindings: Bindings) -> RunTable:
-        """Return the table, and load its kernel."""
-        srcs = [0 if number == self._own else _address(bindings, src) for number, src in enumerate(self._part.srcs)]
-        by, site = self.step.divide_by, self.site
-        plan = run_table(srcs, own=self._own, dtype=site.dtype, divide_by=by, device=site.device)
-        load(plan, launched_by=self.launched_by, address=_address(bindings, self._part.out))
+    def _matrices(self, bindings: Bindings, region: Region) -> list[torch.Tensor]:
+        return [matrix for matrix, _ in bindings.tensors[region.buffer, region.rank]]
+
+    def _make_tables(self, bindings: Bindings) -> SumTable:
+        def address(region: Region) -> int:
+            return bindings.view(region).data_ptr()
+
+        device = self.site.device
+        if self._own is None:
+            first = self._matrices(bindings, self._srcs[0])[0]
+            return region_table(self.step, address=address, stride=first.stride(0), dtype=first.dtype, device=device)
+        srcs = [0 if number == self._own else address(src) for number, src in enumerate(self._srcs)]
+        by, dtype = self.step.divide_by, self.site.dtype
+        plan = run_table(srcs, own=self._own, dtype=dtype, divide_by=by, device=device)
+        load_runs(plan, launched_by=self.launched_by, address=address(self._out))
         return plan
-
-
-def _address(bindings: Bindings, region: Region) -> int:
-    """Return the address of a region's first element. Its buffer has one column."""
-    ((whole, _),) = bindings.tensors[region.buffer, region.rank]
-    return whole.data_ptr() + region.rows[0] * whole.element_size()
