@@ -267,7 +267,7 @@ def gemm(
     out: [rows, N], or any tensor of the result's dtype and width if all parts are stored by address.
     adds: [rows, N], the tensor that holds the sources which parts add.
     added: another a [rows, L] and b [L, N], whose product is added before it is rounded. Its b has the layout of the first one,
-        there is one source, and the schedule waits for nothing within K.
+        there is one source, no scales, and the schedule waits for nothing within K.
     scales: for FP8 operands, whose b has stride (1, ...): the scales of each source, those of b, and their recipe. They are
         float32 of the shapes that weft.core.problem.Scaling names, with any strides. Row i of a source has row i of its scales.
     use_fast_accum: tensor cores sum FP8 products themselves, which rounds more on Hopper. Blockwise scales do not allow it.
@@ -290,9 +290,11 @@ def gemm(
     out_stride, align = out.stride(0), math.gcd(16, out.data_ptr(), out.stride(0) * out.element_size())
     staged = blocks.shared_bytes(blocks.stages, tma=False) + blocks.m * blocks.n * out.element_size() <= gpu.shared_bytes
     out_tma = align == 16 and staged and (not plan.addressed or plan.scattered is not None)
-    assert added is None or (len(sources) == 1 and not plan.inner and (added[1].stride(1) != 1) == transposed), (
-        "a sum of products"
-    )
+    if added is not None:
+        assert scales is None, "a sum of products without scales"
+        assert len(sources) == 1, "a sum of products of one source"
+        assert not plan.inner, "a sum of products that waits for nothing within K"
+        assert (added[1].stride(1) != 1) == transposed, "a sum of products whose second factors have one layout"
     row_tiles = plan.rows.shape[0]
     tiles = row_tiles * -(-b.shape[1] // blocks.n)
     # Interpreted blocks run one after the other: a waiting block would delay a block whose tile a peer waits for.

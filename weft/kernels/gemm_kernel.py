@@ -3,8 +3,8 @@
 gemm_kernel          all whole tiles, then the halves of the remaining ones
   locate_tile        row tile and column tile of a tile
   _compute_tile      one tile: wait, multiply, add, store
-    _multiply            product, summed by tensor cores
-    multiply_promoted    product, summed in float32, for FP8 operands
+    multiply             product, summed by tensor cores
+    _multiply_promoted   product, summed in float32, for FP8 operands
     _store_by_tma        store a tile, also at a peer
   _publish           add to the flag of a tile's part
 
@@ -180,13 +180,23 @@ def _multiply_step(a_desc, b_desc, acc, a_row, k, expert, col, V: tl.constexpr):
 
 
 @triton.jit
-def _multiply(a_desc, b_desc, acc, a_row, col, first, last, unpublished, V: tl.constexpr):
-    """Return `acc` plus a tile's product over steps [first, last) of K, and publish the unpublished tile meanwhile."""
+def multiply(
+    a_desc, b_desc, acc, a_row, expert, col, first, last, K, scales, rows, unpublished,
+    BLOCK_N: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Return `acc` plus a tile's product over steps [first, last) of K, and publish the unpublished tile meanwhile.
+
+    expert: as for load_b. scales, rows: Scales of FP8 operands, and RowScales of the tile's rows.
+    """
+    if V.PROMOTED:
+        return _multiply_promoted(
+            a_desc, b_desc, acc, a_row, expert, col, first, last, K, scales, rows, unpublished, BLOCK_N, V
+        )
     for step in range(first, last):
         if V.COUNTED:  # noqa: SIM102 - a constexpr, then a value of the device
             if (step == unpublished.step) & (unpublished.flag_address != 0):
                 _publish(unpublished.flag_address, unpublished.amount, V.ASYNCHRONOUS)
-        acc = _multiply_step(a_desc, b_desc, acc, a_row, step * V.BLOCK_K, None, col, V)
+        acc = _multiply_step(a_desc, b_desc, acc, a_row, step * V.BLOCK_K, expert, col, V)
     return acc
 
 
@@ -233,14 +243,11 @@ def load_factors(scales, rows, step, last, col, V: tl.constexpr):
 
 
 @triton.jit
-def multiply_promoted(
+def _multiply_promoted(
     a_desc, b_desc, acc, a_row, expert, col, first, last, K, scales, rows, unpublished,
     BLOCK_N: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Do as _multiply, but scale and add each step's product in float32.
-
-    expert: as for load_b. scales, rows: Scales of the operands, and RowScales of the tile's rows.
-    """
+    """Do as multiply, but scale and add each step's product in float32."""
     zeros = tl.full((V.BLOCK_M, BLOCK_N), 0, tl.float32)
     odd, odd_factor = zeros, tl.full((V.BLOCK_M,), 0, tl.float32)
     for step in range(first, last, 1 + V.PAIRS):
@@ -365,16 +372,8 @@ def _compute_tile(
             slice_entry = tables.slices + SLICE_FIELDS * number
             end = tl.load(slice_entry)
             _wait(slice_entry + 1, tables, tries, V.ASYNCHRONOUS)
-            if V.PROMOTED:
-                acc = multiply_promoted(
-                    a_desc, descs.b, acc, a_row, None, col, steps_done, end, K, scales, rows, unpublished, BLOCK_N, V
-                )
-            else:
-                acc = _multiply(a_desc, descs.b, acc, a_row, col, steps_done, end, unpublished, V)
+            acc = multiply(a_desc, descs.b, acc, a_row, None, col, steps_done, end, K, scales, rows, unpublished, BLOCK_N, V)
             steps_done = end
-    elif V.PROMOTED:
-        steps = tl.cdiv(K, V.BLOCK_K)
-        acc = multiply_promoted(a_desc, descs.b, acc, a_row, None, col, 0, steps, K, scales, rows, unpublished, BLOCK_N, V)
     elif V.ADDED:
         # One loop serves both products, because two would need two sets of pipeline buffers in shared memory.
         for product in range(2):
@@ -383,9 +382,11 @@ def _compute_tile(
                 first, second, inner = descs.added_a, descs.added_b, added_K
                 flag_address = tl.full((), 0, tl.int64)  # the previous tile is published
             once = UnpublishedTile(flag_address, unpublished.amount, unpublished.step)
-            acc = _multiply(first, second, acc, a_row, col, 0, tl.cdiv(inner, V.BLOCK_K), once, V)
+            steps = tl.cdiv(inner, V.BLOCK_K)
+            acc = multiply(first, second, acc, a_row, None, col, 0, steps, inner, scales, rows, once, BLOCK_N, V)
     else:
-        acc = _multiply(a_desc, descs.b, acc, a_row, col, 0, tl.cdiv(K, V.BLOCK_K), unpublished, V)
+        steps = tl.cdiv(K, V.BLOCK_K)
+        acc = multiply(a_desc, descs.b, acc, a_row, None, col, 0, steps, K, scales, rows, unpublished, BLOCK_N, V)
     if (V.RECIPE == "tensorwise") or (V.RECIPE == "rowwise"):
         cols = col + tl.arange(0, BLOCK_N)
         acc = scaled(acc, scales, rows, cols, cols < N)

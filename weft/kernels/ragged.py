@@ -49,7 +49,7 @@ from weft.kernels.gemm_kernel import (
     load_b,
     load_factors,
     locate_tile,
-    multiply_promoted,
+    multiply,
 )
 from weft.kernels.ragged_rows import (
     await_rows,
@@ -93,14 +93,8 @@ class GroupedProduct(NamedTuple):
 def _multiply(a_desc, b_desc, row, expert, col, N, K, scales, rows, P: tl.constexpr):
     """Return one tile of the product with the expert's b in float32. scales, rows: FP8 scales of the expert and of the tile's
     rows."""
-    acc = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32)
-    if P.PROMOTED:
-        steps = tl.cdiv(K, P.BLOCK_K)
-        acc = multiply_promoted(a_desc, b_desc, acc, row, expert, col, 0, steps, K, scales, rows, None, P.BLOCK_N, P)
-    else:
-        for step in range(tl.cdiv(K, P.BLOCK_K)):
-            k = step * P.BLOCK_K
-            acc = tl.dot(operand(a_desc.load([row, k])), load_b(b_desc, expert, k, col, P), acc)
+    acc, steps = tl.full((P.BLOCK_M, P.BLOCK_N), 0, tl.float32), tl.cdiv(K, P.BLOCK_K)
+    acc = multiply(a_desc, b_desc, acc, row, expert, col, 0, steps, K, scales, rows, None, P.BLOCK_N, P)
     if P.RECIPE == "rowwise":
         cols = col + tl.arange(0, P.BLOCK_N)
         acc = scaled(acc, scales, rows, cols, cols < N)
