@@ -21,7 +21,7 @@ import triton.language as tl
 
 from weft.compat.streams import Word
 from weft.kernels.launch import Launcher
-from weft.triton.flags import table
+from weft.triton.flags import look, table
 
 Operation = tuple[int, int]
 """The address of an int32 flag, and a value."""
@@ -120,7 +120,7 @@ def _flag_kernel(operations_ptr, phases, tries, KINDS: tl.constexpr, SIZE: tl.co
         looks = 0
         late = tl.max(waited.to(tl.int32), axis=0)
         while (late > 0) & (looks < tries):
-            seen = tl.atomic_add(flags, 0, mask=waited, sem="acquire", scope="sys")
+            seen = look(flags, waited)
             late = tl.max((waited & (seen < needs)).to(tl.int32), axis=0)
             looks += 1
         tl.debug_barrier()

@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.triton.flags import behind, look, pause
+from weft.triton.flags import behind, look, look_until
 
 
 @triton.jit
@@ -137,10 +137,7 @@ def wait(flag_ptr, at_least, tries, status_ptr):
     if behind(seen, at_least):
         # One thread reads it for all, since warps that saw different values would diverge here.
         looks = tl.where(tl.atomic_add(status_ptr, 0, sem="relaxed", scope="gpu") == 0, 0, tries)
-        while behind(seen, at_least) & (looks < tries):
-            pause()
-            seen = look(flag_ptr)
-            looks += 1
+        seen = look_until(flag_ptr, at_least, seen, looks, tries)
         if behind(seen, at_least):
             address = flag_ptr.to(tl.int64)
             if tl.atomic_cas(status_ptr, tl.zeros_like(address), address) == 0:
