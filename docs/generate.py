@@ -19,7 +19,7 @@ A generated part is a fenced block whose first line says what it shows:
     ```text models BENCH PART     model_tables.py: whole models, layers of them, profiles
     ```text host BENCH            host_tables.py: host time of calls and of training steps
     ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
-    ```text targets OF            which kernels compile for which GPUs (weft.kernels.targets), and why others do not
+    ```text targets OF            which kernels compile for which GPUs (kernel_targets), and why others do not
 
 README is committed with its blocks filled in. The blocks of docs/ are committed empty, and docs/site_pages.py fills them when
 the site is built.
@@ -43,14 +43,14 @@ from weft.core import machine
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem
 from weft.core.schedule import Collective, Copy, Gemm, Push, Reduce, Region, Schedule, Signal, Store, Wait
-from weft.kernels import targets
 from weft.perf.ranking import heuristic
 from weft.planner.models import load_model, operator_calls
 from weft.schedules import FAMILIES, names
 
 sys.path.append(str(Path(__file__).parent))
-text_tables, measured_tables, model_tables, host_tables, study_tables = map(
-    importlib.import_module, ("text_tables", "measured_tables", "model_tables", "host_tables", "study_tables")
+text_tables, measured_tables, model_tables, host_tables, study_tables, kernel_targets = map(
+    importlib.import_module,
+    ("text_tables", "measured_tables", "model_tables", "host_tables", "study_tables", "kernel_targets"),
 )
 _table = text_tables.table
 ROOT = Path(__file__).parents[1]
@@ -226,8 +226,8 @@ def errors(by: str) -> str:
 
 def compiled_for(_: str) -> str:
     """Which kernels compile for which GPUs; below, why the others do not."""
-    reasons = [f"({at}) {reason}" for at, reason in enumerate(targets.reasons(), start=1)]
-    return "\n".join([_table(targets.rows()), *([""] if reasons else []), *reasons])
+    reasons = [f"({at}) {reason}" for at, reason in enumerate(kernel_targets.reasons(), start=1)]
+    return "\n".join([_table(kernel_targets.rows()), *([""] if reasons else []), *reasons])
 
 
 MAKERS: dict[str, Callable[..., str]] = {

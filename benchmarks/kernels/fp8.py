@@ -32,7 +32,7 @@ from benchmarks.kernels.operands import CALLS, ROUNDS, Launches, step
 from benchmarks.kernels.single_gpu import Case, Part, Work
 from weft.core.problem import SCALE_BLOCK, Scaling
 from weft.kernels.gemm import fits, gemm
-from weft.kernels.shapes import TileShape
+from weft.perf.shapes import TileShape
 
 FAST, EXACT, BLOCKWISE = Scaling(use_fast_accum=True), Scaling(), Scaling(recipe="blockwise")
 BLOCKWISE_SIZES = (

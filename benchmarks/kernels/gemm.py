@@ -19,7 +19,7 @@ from benchmarks.cases import Case as Site
 from benchmarks.kernels.operands import CALLS, ROUNDS, Launches, step
 from benchmarks.kernels.single_gpu import Case, Part, Work
 from weft.kernels.gemm import fits, gemm
-from weft.kernels.shapes import SHAPES, TileShape
+from weft.perf.shapes import SHAPES, TileShape
 
 
 def sizes(site: Site) -> tuple[int, int, int]:

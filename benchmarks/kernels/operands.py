@@ -8,7 +8,8 @@ import torch
 
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm import Tables, tables
-from weft.kernels.shapes import TileShape, blocks_for
+from weft.kernels.shapes import blocks_for
+from weft.perf.shapes import TileShape
 from weft.runtime.choose import nearest_profile
 from weft.schedules.builder import aligned_slices
 

@@ -49,7 +49,7 @@ def _step(gated: bool, counted: bool, sliced: bool = False) -> Gemm:
 def test_gemm(shape: int, kind: str, transposed: bool, halved: bool) -> None:
     """halved: the last wave is one tile."""
     from weft.kernels.gemm import gemm, tables
-    from weft.kernels.shapes import SHAPES, tiles_of
+    from weft.perf.shapes import SHAPES, tiles_of
 
     a, b, expected = _operands(transposed)
     step, blocks = _step(kind == "gated", "counted" in kind, "sliced" in kind), SHAPES[shape]
@@ -78,7 +78,7 @@ def test_a_gate_that_never_opens_ends_at_its_bound(sliced: bool) -> None:
     """sliced: the gates of parts are open, those between slices are not."""
     from weft.core.schedule import waits
     from weft.kernels.gemm import gemm, tables
-    from weft.kernels.shapes import SHAPES
+    from weft.perf.shapes import SHAPES
 
     a, b, _ = _operands(False)
     step = _step(True, False, sliced)

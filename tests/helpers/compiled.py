@@ -6,8 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
-
-from weft.kernels.targets import TARGETS, Target
+from kernel_targets import TARGETS, Target
 
 
 def for_a_gpu(

@@ -30,7 +30,7 @@ from weft.kernels import (
     sums,
 )
 from weft.kernels import update as update_kernels
-from weft.kernels.shapes import TileShape, promotes, shapes_for
+from weft.perf.shapes import TileShape, promotes, shapes_for
 
 SCALINGS = (
     Scaling(recipe="tensorwise", use_fast_accum=True),

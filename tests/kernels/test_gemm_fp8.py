@@ -23,7 +23,8 @@ from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from weft.kernels.gemm import fits
-from weft.kernels.shapes import FP8_SHAPES, PROMOTED_SHAPES, blocks_for, shapes_for
+from weft.kernels.shapes import blocks_for
+from weft.perf.shapes import FP8_SHAPES, PROMOTED_SHAPES, shapes_for
 
 E4M3, E5M2 = (getattr(torch, name) for name in FLOAT8)
 
@@ -159,7 +160,7 @@ def test_products_of_every_recipe() -> None:
 def _flagged() -> None:
     """Gates and slices of K, the last of which begins at the step that publishes the tile before, behind one of an odd number
     of steps; counts; halves at the end; and the same without flags."""
-    from weft.kernels.shapes import tiles_of, whole_tiles
+    from weft.perf.shapes import tiles_of, whole_tiles
 
     for recipe in RECIPES:
         given = Operands(recipe, (40, 64), 80, 5 * SCALE_BLOCK)
@@ -387,8 +388,7 @@ def test_gpus_without_matrix_units_for_fp8_are_refused() -> None:
     """An A100 multiplies no float8_e4m3fn, so that no shape is offered to one."""
     from compiled import for_a_gpu
     from kernel_examples import scaled_example
-
-    from weft.kernels.targets import TARGETS
+    from kernel_targets import TARGETS
 
     old = Capabilities(sms=108, shared_bytes=163 << 10, tma=False)
     one = scaled_example(FP8_SHAPES[-1], old, Scaling(use_fast_accum=True), plain=True)

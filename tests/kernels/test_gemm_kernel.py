@@ -26,7 +26,7 @@ def _fused_schedules() -> tuple[int, int]:
     The first shape comes back after a larger one, for which memory that its tables point into has grown and moved.
     """
     from weft.kernels import gemm
-    from weft.kernels.shapes import TileShape
+    from weft.perf.shapes import TileShape
     from weft.runtime import fused
 
     assert os.environ["TRITON_INTERPRET"] == "1"

@@ -18,7 +18,7 @@ def test_what_gpus_run(name: str, transposed: int) -> None:
     from devices import BLOCK_OF_H200
     from kernel_examples import ragged_example
 
-    from weft.kernels.shapes import SHAPES
+    from weft.perf.shapes import SHAPES
 
     example = ragged_example(name, SHAPES[0], BLOCK_OF_H200, transposed=bool(transposed))
     made = for_a_gpu(example.kernel, example.constants, example.types, warps=example.warps, stages=example.stages)

@@ -14,6 +14,7 @@ from rank_work import check_gather
 import weft
 from weft.core.problem import Problem, split
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
+from weft.perf.shapes import SHAPES
 from weft.runtime.arithmetic import Sliced, groups
 from weft.runtime.bindings import Bindings
 from weft.runtime.ranks import Ranks
@@ -66,15 +67,14 @@ def test_a_part_with_inner_gates_is_multiplied_by_itself() -> None:
 
 def test_what_the_kernel_takes() -> None:
     gemm = pytest.importorskip("weft.kernels.gemm", reason="Triton is not installed")
-    shapes = pytest.importorskip("weft.kernels.shapes", reason="Triton is not installed")
 
     def step_of(k: int, chunks: int) -> Gemm:
         schedule = build(Problem(op="all_gather_matmul", m=64, n=8, k=k, world_size=2), "flag_gated_2d", chunks)
         return next(step for _, _, _, step in schedule if isinstance(step, Gemm))
 
     for k, chunks in ((8192, 4), (200, 3), (65, 2)):
-        assert all(gemm.whole_slices(step_of(k, chunks), blocks) for blocks in shapes.SHAPES)
-    assert not gemm.whole_slices(step_of(48, 2), shapes.SHAPES[0]), "its slices end within a step over K"
+        assert all(gemm.whole_slices(step_of(k, chunks), blocks) for blocks in SHAPES)
+    assert not gemm.whole_slices(step_of(48, 2), SHAPES[0]), "its slices end within a step over K"
     step = step_of(256, 2)
     counting = dataclasses.replace(step.parts[0], count=Flag("made", 0))
     assert gemm.in_order(step)

@@ -12,12 +12,12 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 from compiled import for_a_gpu
 from kernel_examples import Example, examples
+from kernel_targets import MODULES, NOT_COMPILED, TARGETS, Target
 from triton.runtime.jit import JITFunction
 
 import weft.kernels
 from weft.compat.device import capabilities
 from weft.core.capabilities import Capabilities
-from weft.kernels.targets import MODULES, NOT_COMPILED, TARGETS, Target
 
 GPU = torch.device("cuda")
 REPORTED = {"sm_80": devices.A100, "sm_90": devices.H200, "sm_100": devices.B200, "gfx942": devices.MI300X}

@@ -17,7 +17,8 @@ from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
 from weft.kernels.scattered import index_tiles
-from weft.kernels.shapes import SHAPES, blocks_for
+from weft.kernels.shapes import blocks_for
+from weft.perf.shapes import SHAPES
 
 
 def test_slots_are_where_the_tiles_are() -> None:
@@ -56,7 +57,8 @@ def _launched(added: bool) -> None:
     added: another product, of a greater depth, is added.
     """
     from weft.kernels import gemm as kernel
-    from weft.kernels.shapes import INTERPRETED, tiles_of
+    from weft.kernels.shapes import INTERPRETED
+    from weft.perf.shapes import tiles_of
 
     torch.manual_seed(0)
     a, b = torch.randn(150, 40).half(), torch.randn(40, 72).half()

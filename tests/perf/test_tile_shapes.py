@@ -11,7 +11,8 @@ from weft.core.schedule import Gemm
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from weft.kernels.shapes import SHAPES, blocks_for, tiles_of
+from weft.kernels.shapes import blocks_for
+from weft.perf.shapes import SHAPES, tiles_of
 
 GPU = torch.device("cuda")
 H200 = load("h200x8")

@@ -11,5 +11,5 @@ sums.py                                      sums of partial results, and of one
 push.py  quantise.py                         copies by stores from some SMs, plain or quantised to FP8
 flag_operations.py                           waits for flags and writes of flags on a compute lane
 tables.py                                    the cache of tables on a device
-launch.py  targets.py                        launches that reuse bound arguments; the GPUs that the kernels compile for
+launch.py                                    launches that reuse bound arguments
 """

@@ -49,7 +49,8 @@ from weft.kernels.segments import (
     LayoutTables,
     layout_kernel,
 )
-from weft.kernels.shapes import INTERPRETED, INTERPRETED_FP8, TileShape, promotes, push_sms, shapes_for
+from weft.kernels.shapes import INTERPRETED, INTERPRETED_FP8
+from weft.perf.shapes import TileShape, promotes, push_sms, shapes_for
 from weft.triton.flags import asynchronous
 
 MOST_SEGMENTS = 256

@@ -54,7 +54,8 @@ from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.scaled import FLOAT8_DTYPES, scales_of, specialised
 from weft.kernels.scattered import ScatteredTiles, index_tiles
-from weft.kernels.shapes import TileShape, blocks_for, promotes, whole_tiles
+from weft.kernels.shapes import blocks_for
+from weft.perf.shapes import TileShape, promotes, whole_tiles
 from weft.triton.flags import asynchronous, table
 
 _MOST_SOURCES = 3

@@ -8,33 +8,8 @@ from weft.compat.device import capabilities
 from weft.core.machine import Machine
 from weft.core.problem import SCALE_BLOCK, Scaling
 from weft.core.schedule import Gemm
-from weft.perf.shapes import (
-    FP8_SHAPES,
-    PROMOTED_SHAPES,
-    SHAPES,
-    TileShape,
-    promotes,
-    push_sms,
-    shape_of,
-    shapes_for,
-    tiles_of,
-    whole_tiles,
-)
+from weft.perf.shapes import TileShape, shape_of
 
-__all__ = [
-    "FP8_SHAPES",
-    "INTERPRETED",
-    "INTERPRETED_FP8",
-    "PROMOTED_SHAPES",
-    "SHAPES",
-    "TileShape",
-    "blocks_for",
-    "promotes",
-    "push_sms",
-    "shapes_for",
-    "tiles_of",
-    "whole_tiles",
-]
 INTERPRETED = TileShape(m=32, n=32, k=32, warps=4, stages=1, halves=True)
 """The tile shape under the interpreter, which runs element by element."""
 INTERPRETED_FP8 = TileShape(m=32, n=32, k=SCALE_BLOCK, warps=4, stages=1, halves=True, pairs=True, itemsize=1)

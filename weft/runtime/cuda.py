@@ -39,7 +39,7 @@ from weft.compat.streams import Word
 from weft.core.logs import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, waits
-from weft.kernels.shapes import push_sms
+from weft.perf.shapes import push_sms
 from weft.runtime.bindings import Bindings, CallTensors, Inputs, Issue, NotPreparedError, Outputs, Where, scales_name
 from weft.runtime.bound import NOTHING, BoundProgram, ScratchName, scratch_bytes, with_fused_steps
 from weft.runtime.cuda_resources import CallTimer, CudaResources, LaneStreams

@@ -17,8 +17,9 @@ from weft.core.errors import WaitTimeout
 from weft.core.problem import CollectiveProblem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, signalled_flags, waits
 from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables, whole_slices
-from weft.kernels.shapes import TileShape, blocks_for, tiles_of
+from weft.kernels.shapes import blocks_for
 from weft.kernels.sums import SumTable, load_runs, region_table, run_table, sum_regions, sum_runs
+from weft.perf.shapes import TileShape, tiles_of
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import KernelTables, Site, StepKernel, addresses_of
 

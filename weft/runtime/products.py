@@ -401,7 +401,7 @@ class ScaledProducts:
     def _kernel(self, a: torch.Tensor, b: torch.Tensor, scaling: Scaling) -> PlainGemm | None:
         """Return weft's kernel, or None if the GPU has no matrix units for FP8, or TMA cannot load the operands."""
         from weft.kernels.gemm import PlainGemm, fits  # needs Triton
-        from weft.kernels.shapes import shapes_for
+        from weft.perf.shapes import shapes_for
 
         if not fits(a, b):
             return None

@@ -65,7 +65,7 @@ from weft.kernels.exchange import (
     symmetric_bytes,
 )
 from weft.kernels.segments import CUT, IN_A, LATE, NEGATIVE
-from weft.kernels.shapes import shapes_for
+from weft.perf.shapes import shapes_for
 from weft.runtime.bindings import Bindings, Where, scales_name
 from weft.runtime.host_resources import below_zero, no_room
 from weft.runtime.launches import Site, StepKernel

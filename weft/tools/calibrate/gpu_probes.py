@@ -23,9 +23,8 @@ from weft.kernels.gemm import gemm, tables
 from weft.kernels.launch import Launcher
 from weft.kernels.lookup import OutputPlace, lookup, lookup_tables
 from weft.kernels.push import push, push_tables
-from weft.kernels.shapes import TileShape, shapes_for
 from weft.kernels.sums import run_table, sum_runs
-from weft.perf.shapes import streamed_tile
+from weft.perf.shapes import TileShape, shapes_for, streamed_tile
 from weft.tools.calibrate.common import Clock, ProbeSample, shared
 
 COPY_BYTES = tuple(1 << power for power in (16, 18, 20, 22, 24, 26))

@@ -38,7 +38,7 @@ MODULES = (
     *("gemm_kernel", "all_reduce", "ragged", "ragged_rows", "segments", "experts"),
     *("lookup", "update", "push", "quantise", "sums", "flag_operations"),
 )
-"""The modules of this package that define kernels."""
+"""The modules of weft.kernels that define kernels."""
 
 
 def rows() -> list[tuple[str, ...]]:
