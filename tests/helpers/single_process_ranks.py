@@ -41,7 +41,7 @@ def rank_groups(world_size: int = 2, *, timeout_s: float = 20.0) -> list[RankGro
         rank_group._control = controls
         rank_group.topic = rank_group.name = "lone"
         rank_group.group = cast(Any, None)
-        rank_group._heaps = {}
+        rank_group.heaps = {}
         made.append(rank_group)
     return made
 
