@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.core import codec
 from weft.core.span import Span
-from weft.report.tables import Column, Table
+from weft.report.tables import Column, ReportTable
 from weft_studies.figures import (
     LABELS,
     Figure,
@@ -64,10 +64,10 @@ class StudyTable:
     note: str = ""
 
     @property
-    def table(self) -> Table:
+    def table(self) -> ReportTable:
         heads, *rows = self.rows
         columns = [Column(head, words=at in self.words) for at, head in enumerate(heads)]
-        return Table(title=self.title, columns=columns, rows=rows)
+        return ReportTable(title=self.title, columns=columns, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from weft.planner import plan_training
 from weft.planner.models import load_model
 from weft.planner.words import percent, us
 from weft.report.page import write_page
-from weft.report.tables import Column, Table
+from weft.report.tables import Column, ReportTable
 from weft.schedules import build
 
 LAYER = ["plan", "llama3-8b", "--ranks", "2", "--layer", "MLP down"]
@@ -53,7 +53,7 @@ def test_a_table_that_is_too_wide_comes_in_parts_and_cuts_no_number(
     monkeypatch.setattr(output, "PIPE_WIDTH", width)
     columns = [Column("schedule", words=True), *(Column(f"us of layer {i}") for i in range(12))]
     rows = [["shard_p2p", *(f"{1000 * row + i}.5" for i in range(12))] for row in (1, 2)]
-    output.print_table(output.console(), Table(title="", columns=columns, rows=rows))
+    output.print_table(output.console(), ReportTable(title="", columns=columns, rows=rows))
     narrow = capsys.readouterr().out.splitlines()
     assert max(map(len, narrow)) <= width
     parts = [line.split()[1:] for line in narrow if line.startswith("shard_p2p")]

@@ -22,7 +22,7 @@ from weft.core.problem import (
     Op,
     Problem,
 )
-from weft.report.tables import Column, Table
+from weft.report.tables import Column, ReportTable
 
 if TYPE_CHECKING:
     from weft.core.machine import Machine
@@ -117,7 +117,7 @@ def _print_list(found: Sequence[Machine]) -> None:
         *(Column("machine", words=True), Column("GPUs"), Column("topology", words=True), Column("matrix", "TFLOP/s")),
         *(Column("link", "GB/s"), Column("per copy", "us"), Column("copy", "GB/s"), Column("launch", "us")),
     )
-    output.print_table(out, Table(title="Machines", columns=columns, rows=[_row(machine) for machine in found]))
+    output.print_table(out, ReportTable(title="Machines", columns=columns, rows=[_row(machine) for machine in found]))
     out.print()
     for machine in found:
         out.print(f"{machine.name}: {machine.description}. Numbers: {sources(machine)}.")
@@ -138,7 +138,7 @@ def print_difference(a: Machine, b: Machine) -> None:
     ]
     columns = (Column("number", words=True), *(Column(name) for name in (a.name, b.name, "ratio", "spread")))
     out = output.console()
-    output.print_table(out, Table(title="Differences", columns=columns, rows=rows))
+    output.print_table(out, ReportTable(title="Differences", columns=columns, rows=rows))
     out.print(f"{len(both) - len(different)} numbers are the same.")
     for name, only in ((a.name, left.keys() - right.keys()), (b.name, right.keys() - left.keys())):
         if only:

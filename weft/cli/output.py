@@ -17,7 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from weft.report.tables import Cell, Judged, Table
+from weft.report.tables import Cell, Judged, ReportTable
 
 STANDARD_OUTPUT = Path("-")
 """The value of --json that means standard output."""
@@ -33,7 +33,7 @@ def console(*, quiet: bool = False) -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
-def print_table(out: Console, table: Table) -> None:
+def print_table(out: Console, table: ReportTable) -> None:
     """Print a table without its title. If it is too wide, headings are broken at spaces, columns move together, and long texts
     are folded. If it is still too wide, it is printed in parts, each with the first column, so that no number is cut."""
     every = range(1, len(table.columns))
@@ -53,7 +53,7 @@ def _widths(out: Console, drawn: RichTable) -> Measurement:
     return out.measure(drawn, options=out.options.update(max_width=10_000))
 
 
-def _drawn(out: Console, table: Table, columns: Iterable[int], *, narrow: bool = False) -> RichTable:
+def _drawn(out: Console, table: ReportTable, columns: Iterable[int], *, narrow: bool = False) -> RichTable:
     """Return the first column and those with the given indices. Only a column with long words can be folded."""
     drawn = RichTable(box=SIMPLE_HEAD, padding=(0, 0 if narrow else 1, 0, 0), show_edge=False)
     shown = [(table.columns[at], [row[at] for row in table.rows]) for at in (0, *columns)]

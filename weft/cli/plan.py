@@ -16,7 +16,7 @@ from weft.core import codec
 from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
 from weft.planner.models import choose_expert_calls, config_path
 from weft.planner.words import count, factor, mib, ms, us
-from weft.report.tables import Column, Table, plans_table
+from weft.report.tables import Column, ReportTable, plans_table
 from weft.schedules import VERDICTS, overlaps
 
 if TYPE_CHECKING:
@@ -329,7 +329,9 @@ def _print_training(out: Console, step: TrainingPlan) -> None:
         (name, times.computation_us, times.sequential_us, times.weft_us, *times.exposed_us, times.hidden)
         for name, times in step.steps().items()
     ]
-    table = Table(title="A training step of a layer, forward and backward, tokens in one sequence:", columns=columns, rows=rows)
+    table = ReportTable(
+        title="A training step of a layer, forward and backward, tokens in one sequence:", columns=columns, rows=rows
+    )
     out.print(table.title, style="bold")
     output.print_table(out, table)
     out.print(f"Gathered inputs that a layer keeps for the backward pass: {mib(step.kept_bytes)} MiB on a rank.\n")
@@ -349,7 +351,7 @@ def _print_candidates(out: Console, plans: Sequence[LayerPlan]) -> None:
     ]
     rows = [(name, *(each.get(name, "") for each in cells)) for name in dict.fromkeys(name for each in cells for name in each)]
     columns = (Column("schedule", words=True), *(Column(layer) for layer, _ in plans))
-    table = Table(title="Predicted us of every candidate (* chosen, ~ ranked, not simulated)", columns=columns, rows=rows)
+    table = ReportTable(title="Predicted us of every candidate (* chosen, ~ ranked, not simulated)", columns=columns, rows=rows)
     out.print(table.title, style="bold")
     output.print_table(out, table)
     out.print()

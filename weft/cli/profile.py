@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from weft.cli import output
-from weft.core.hardware import Table as Measured
-from weft.core.hardware import Tile
+from weft.core.hardware import Table, Tile
 from weft.core.machine import Machine
-from weft.report.tables import Column, Table
+from weft.report.tables import Column, ReportTable
 
 _UNITS = {
     "world_size": "GPUs",
@@ -65,7 +64,7 @@ def print_profile(machine: Machine, named: str) -> None:
         if path in machine.sources:
             spread = [f"+-{machine.spreads[path]:.1%}" if path in machine.spreads else ""] * bool(machine.spreads)
             rows.append((path, shown(value), *spread, unit(path), machine.sources[path]))
-    output.print_table(out, Table(title=str(machine), columns=[Column(head, words=True) for head in heads], rows=rows))
+    output.print_table(out, ReportTable(title=str(machine), columns=[Column(head, words=True) for head in heads], rows=rows))
     out.print()
     out.print(
         f"What each number means: python -m pydoc weft.machine. As a file for --machine: weft machines {named} --json FILE."
@@ -102,10 +101,10 @@ def shown(value: Any) -> str:
     """
     if isinstance(value, Tile):
         return f"{value.rows} x {value.cols}: {value.efficiency:g}"
-    if isinstance(value, Measured):
+    if isinstance(value, Table):
         return f"{value.world_size}; {shown(value.points)}"
     if isinstance(value, tuple) and all(isinstance(item, (int, float)) for item in value):
         return ": ".join(f"{item:.10g}" for item in value)
     if isinstance(value, tuple):
-        return (" | " if isinstance(value[0], Measured) else ", ").join(map(shown, value))
+        return (" | " if isinstance(value[0], Table) else ", ").join(map(shown, value))
     return f"{value:,.10g}"

@@ -13,7 +13,7 @@ from weft.cli.plan import print_chart, print_plans
 from weft.core import codec
 from weft.planner.models import choose_expert_calls, config_path
 from weft.planner.words import count
-from weft.report.tables import Table, ran_table, speeds_notes, speeds_table, unpredicted_notes
+from weft.report.tables import ReportTable, ran_table, speeds_notes, speeds_table, unpredicted_notes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,7 +143,7 @@ def _print_results(run: Run) -> None:
     _print_verdict(out, run)
 
 
-def _print_titled(out: Console, table: Table) -> None:
+def _print_titled(out: Console, table: ReportTable) -> None:
     out.print(table.title, style="bold")
     output.print_table(out, table)
     out.print()

@@ -150,7 +150,12 @@ def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
     out.print(f"{found.losses.spec} for {schedule.problem}", style="bold")
     out.print(f"on {machine.description}\n")
     slowest = [lane for lane in found.lanes if lane.rank == found.slowest]
-    for table in (simulation_table(found), losses_table(found.losses), lanes_table("", slowest, found.total_us)):
+    for table in (
+        simulation_table(found),
+        losses_table(found.losses),
+        lanes_table(f"Lanes of rank {found.slowest}, which ends last", slowest, found.total_us),
+    ):
+        out.print(table.title, style="bold")
         output.print_table(out, table)
         out.print()
     out.print(gantt(found.spans, rank=found.slowest, width=min(out.width, 120)))

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
-from weft.report.tables import Cell, Column, Judged, Table
+from weft.report.tables import Cell, Column, Judged, ReportTable
 
 
 class Html(str):
@@ -30,7 +30,7 @@ def join(children: Iterable[str]) -> Html:
     return Html("".join(c if isinstance(c, Html) else html.escape(c) for c in children))
 
 
-def table(of: Table) -> Html:
+def table(of: ReportTable) -> Html:
     """Return a table in a frame. Narrow windows show a row as a card, in which each cell has its column's name."""
 
     def cell(name: str, column: Column, content: Cell, **attributes: str) -> Html:

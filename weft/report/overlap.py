@@ -31,7 +31,7 @@ from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.words import factor, mib, ms, percent, us
 from weft.report.html import html_page, join, table, tag
-from weft.report.tables import Cell, Column, Judged, Table
+from weft.report.tables import Cell, Column, Judged, ReportTable
 from weft.runtime.autotune import Choice
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
@@ -159,7 +159,7 @@ def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace], 
     """Return the page as HTML. lead: the sentence below the model's name. sums: sentences about all places together."""
     rows = [row for place in places for row in _rows(place)]
     header = tag("header", tag("h1", model), tag("p", lead, class_="lead"))
-    listed = table(Table(title="Places, and the problems that each has run", columns=_COLUMNS, rows=rows))
+    listed = table(ReportTable(title="Places, and the problems that each has run", columns=_COLUMNS, rows=rows))
     return html_page(headline, header, tag("section", *(tag("p", words) for words in (_WORDS, *sums)), listed))
 
 

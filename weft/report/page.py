@@ -24,7 +24,7 @@ from weft.report.charts import Charts, Figure, bars, bars_panel, timeline_panel
 from weft.report.html import Html, html_page, join, json_script, table, tag, text_of
 from weft.report.tables import (
     Column,
-    Table,
+    ReportTable,
     losses_table,
     plans_table,
     ran_table,
@@ -256,7 +256,7 @@ def write_schedule_report(schedule: Schedule, machine: Machine, found: Simulatio
     marks = {"sequential": found.sequential_us, "ideal": found.losses.ideal_us}
     timeline = timeline_panel("timeline", f"{spec} on {machine.name}", found.spans, marks, charts)
     facts = [("Problem", str(schedule.problem)), ("Machine", machine.description), ("Steps", str(len(found.spans)))]
-    sources = Table(
+    sources = ReportTable(
         title="Each number of the machine",
         columns=(Column("number", words=True), Column("from", words=True)),
         rows=list(machine.sources.items()),

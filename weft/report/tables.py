@@ -64,8 +64,8 @@ class Column(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
-    """Table is a title, columns, and rows of cells. The first cell of a row names the row."""
+class ReportTable:
+    """ReportTable is a title, columns, and rows of cells. The first cell of a row names the row."""
 
     title: str
     columns: Sequence[Column]
@@ -85,7 +85,7 @@ def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[Cell, ...]:
     return gain, times.sequential_us, overlapped_us, times.ideal_us, times.share_of_ideal
 
 
-def plans_table(title: str, plans: Iterable[tuple[str, Plan]], unit: str, *, short: bool = False) -> Table:
+def plans_table(title: str, plans: Iterable[tuple[str, Plan]], unit: str, *, short: bool = False) -> ReportTable:
     """Return a row for each layer with its schedule and its predicted times. unit: us or ms. short: without sizes and the share
     of the ideal, so that it fits a terminal of 80 columns."""
     columns = (LAYER, SCHEDULE, Column("verdict", words=True), *_time_columns(unit), SIZES)
@@ -94,12 +94,12 @@ def plans_table(title: str, plans: Iterable[tuple[str, Plan]], unit: str, *, sho
         for layer, plan in plans
     ]
     shown = len(columns) - 2 * short
-    return Table(title=title, columns=columns[:shown], rows=[row[:shown] for row in rows])
+    return ReportTable(title=title, columns=columns[:shown], rows=[row[:shown] for row in rows])
 
 
-def ran_table(title: str, run: Run) -> Table:
+def ran_table(title: str, run: Run) -> ReportTable:
     """Return a row for each layer that was proved, run and checked."""
-    return Table(
+    return ReportTable(
         title=title,
         columns=(
             *(LAYER, SCHEDULE, Column("proof", words=True), Column("result", words=True)),
@@ -115,9 +115,9 @@ def ran_table(title: str, run: Run) -> Table:
     )
 
 
-def speeds_table(run: Run) -> Table:
+def speeds_table(run: Run) -> ReportTable:
     """Return a row for each layer that was timed on GPUs, with the predicted time for the named machine."""
-    return Table(
+    return ReportTable(
         title=f"Measured: medians of the slowest rank. {run.machine} is the prediction, for {run.machine_ranks} ranks and "
         f"{run.machine_tokens:,} tokens",
         columns=(LAYER, SCHEDULE, *_time_columns("ms"), Column(run.machine, "ms")),
@@ -151,7 +151,7 @@ def unpredicted_notes(run: Run) -> list[str]:
     ]
 
 
-def simulation_table(found: Simulation) -> Table:
+def simulation_table(found: Simulation) -> ReportTable:
     """Return the times of a simulated schedule next to the sequential program's."""
     losses = found.losses
     times = {
@@ -162,21 +162,29 @@ def simulation_table(found: Simulation) -> Table:
         "exposed": losses.exposed_us,
     }
     rows = [(name, us, us / found.sequential_us if found.sequential_us else None) for name, us in times.items()]
-    return Table(title="Times", columns=(Column("", words=True), Column("", "ms"), Column("of sequential", "%")), rows=rows)
+    return ReportTable(
+        title="Times", columns=(Column("", words=True), Column("", "ms"), Column("of sequential", "%")), rows=rows
+    )
 
 
-def losses_table(losses: Signature) -> Table:
+def losses_table(losses: Signature) -> ReportTable:
     """Return a row with each loss of a schedule."""
-    return Table(
-        title="Losses: times over those alone, or whole",
+    return ReportTable(
+        title="Losses. DIL, decomposition: pieces alone over the whole alone; CIL, contention: concurrent over alone",
         columns=(Column("loss", words=True), Column("ratio", "ratio")),
         rows=list(losses.losses.items()),
     )
 
 
-def lanes_table(title: str, lanes: Iterable[LaneUse], total_us: float) -> Table:
+def lanes_table(title: str, lanes: Iterable[LaneUse], total_us: float) -> ReportTable:
     """Return a row for each lane: how long it worked and waited in a call of total_us."""
-    columns = (Column("lane", words=True), Column("steps"), Column("busy", "ms"), Column("waiting", "ms"), Column("busy", "%"))
+    columns = (
+        Column("lane", words=True),
+        Column("steps"),
+        Column("busy", "ms"),
+        Column("waiting", "ms"),
+        Column("busy share", "%"),
+    )
     rows = [
         (
             f"rank {each.rank} {each.lane}",
@@ -187,4 +195,4 @@ def lanes_table(title: str, lanes: Iterable[LaneUse], total_us: float) -> Table:
         )
         for each in lanes
     ]
-    return Table(title=title, columns=columns, rows=rows)
+    return ReportTable(title=title, columns=columns, rows=rows)
