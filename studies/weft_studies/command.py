@@ -96,11 +96,8 @@ def print_results(done: Done) -> None:
     console.print("; ".join(f"{name.lower()}: {value}" for name, value in done.study.facts(done.system)))
     for study_table in tables(done):
         if study_table.console:
-            printed = output.table(*study_table.rows[0])
-            for row in study_table.rows[1:]:
-                printed.add_row(*row)
             console.print(f"\n{study_table.title}")
-            output.print_table(console, printed)
+            output.print_table(console, study_table.table)
             if study_table.note:
                 console.print(study_table.note)
     for sentence in words(done):

@@ -14,6 +14,7 @@ from weft.report.charts import Charts, chart_panel, timeline_panel
 from weft.report.charts import Figure as Drawn
 from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
+from weft.report.tables import Column, ReportTable
 from weft_studies.figures import Figure, Unit
 from weft_studies.study import Chart, Done, PointChart, StudyTable, TimelineChart, tables, words
 
@@ -62,15 +63,15 @@ def _noted(each: StudyTable) -> list[Html]:
 
 
 def _listed(each: StudyTable) -> Html:
-    return table(each.title, each.rows[0], each.rows[1:], words=each.words)
+    return table(each.table)
 
 
 def _sources(system: StudyTable, sources: Mapping[str, str]) -> Html:
     """Return a footer with each number of the system and its source."""
+    columns = (Column("number", words=True), Column("value"), Column("from", words=True))
     rows = [(path, value, sources[path]) for path, value in system.rows[1:]]
-    return tag(
-        "footer", tag("h2", "Sources"), table("Each number of the system", ("number", "value", "from"), rows, words=(0, 2))
-    )
+    listed = ReportTable(title="Each number of the system", columns=columns, rows=rows)
+    return tag("footer", tag("h2", "Sources"), table(listed))
 
 
 def _published(found: Sequence[Figure], charts: Charts) -> list[Html]:

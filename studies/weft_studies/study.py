@@ -12,6 +12,7 @@ from typing import Any
 
 from weft.core import codec
 from weft.core.span import Span
+from weft.report.tables import Column, ReportTable
 from weft_studies.figures import (
     LABELS,
     Figure,
@@ -61,6 +62,12 @@ class StudyTable:
     words: tuple[int, ...] = (0,)
     console: bool = True
     note: str = ""
+
+    @property
+    def table(self) -> ReportTable:
+        heads, *rows = self.rows
+        columns = [Column(head, words=at in self.words) for at, head in enumerate(heads)]
+        return ReportTable(title=self.title, columns=columns, rows=rows)
 
 
 @dataclass(frozen=True, kw_only=True)

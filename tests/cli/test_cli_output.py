@@ -20,7 +20,9 @@ from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.planner import plan_training
 from weft.planner.models import load_model
+from weft.planner.words import percent, us
 from weft.report.page import write_page
+from weft.report.tables import Column, ReportTable
 from weft.schedules import build
 
 LAYER = ["plan", "llama3-8b", "--ranks", "2", "--layer", "MLP down"]
@@ -34,7 +36,7 @@ def test_plan_predicts_a_training_step(capsys: pytest.CaptureFixture[str]) -> No
     for name, step in plan.steps().items():
         (line,) = (line for line in printed.splitlines() if line.startswith(f"{name}  "))
         cells = (step.computation_us, step.sequential_us, step.weft_us, *step.exposed_us)
-        assert line.split()[-6:] == [*map(output.us, cells), output.share(step.hidden)]
+        assert line.split()[-6:] == [*map(us, cells), percent(step.hidden)]
     assert len(plan.steps()) == 4
     assert "keeps for the backward pass: 128.0 MiB on a rank" in printed
     assert main([*options, "--json", "-"]) == 0
@@ -49,11 +51,9 @@ def test_a_table_that_is_too_wide_comes_in_parts_and_cuts_no_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setattr(output, "PIPE_WIDTH", width)
-    made = output.table("schedule", *(f"us of\nlayer {i}" for i in range(12)))
+    columns = [Column("schedule", words=True), *(Column(f"us of layer {i}") for i in range(12))]
     rows = [["shard_p2p", *(f"{1000 * row + i}.5" for i in range(12))] for row in (1, 2)]
-    for row in rows:
-        made.add_row(*row)
-    output.print_table(output.console(), made)
+    output.print_table(output.console(), ReportTable(title="", columns=columns, rows=rows))
     narrow = capsys.readouterr().out.splitlines()
     assert max(map(len, narrow)) <= width
     parts = [line.split()[1:] for line in narrow if line.startswith("shard_p2p")]
@@ -65,10 +65,10 @@ def test_a_table_that_is_too_wide_comes_in_parts_and_cuts_no_number(
 def test_machines_are_named_in_every_part_of_a_narrow_table(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "PIPE_WIDTH", 60)
+    monkeypatch.setattr(output, "PIPE_WIDTH", 45)
     assert main(["machines"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 60
+    assert max(map(len, lines)) <= 45
     assert sum(line.split()[:1] == ["h200x8"] for line in lines) == 2
 
 

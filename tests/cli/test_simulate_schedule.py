@@ -16,7 +16,7 @@ from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.perf import run
-from weft.report.words import ms
+from weft.planner.words import ms
 from weft.schedules import build
 
 PROBLEM = Problem(op="all_gather_matmul", m=4096, n=4096, k=4096, world_size=8)
@@ -65,7 +65,7 @@ def test_what_is_printed_and_written(weft: Weft, saved: Path, tmp_path: Path) ->
         assert words in out
     page = (report / "index.html").read_text(encoding="utf-8")
     assert "flag_gated:2 simulated" in page
-    printed = next(line.split()[2:4] for line in out.splitlines() if line.startswith("copy ") and line.endswith("% "))
+    printed = next(line.split()[4:6] for line in out.splitlines() if " copy " in line and line.endswith("% "))
     (shown,) = re.findall(r"rank 0 copy</th><td[^>]*>[^<]*</td><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)<", page)
     assert tuple(printed) == shown, "busy and waiting time of a lane"
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]

@@ -23,6 +23,7 @@ from weft.planner import Candidate, Plan, plan
 from weft.planner.choose import MAX_SIMULATED
 from weft.planner.explain import Option, explain
 from weft.planner.explanation import explain_plan
+from weft.planner.words import us
 from weft.schedules import build, parse
 
 H200 = load("h200x8")
@@ -97,20 +98,22 @@ FIXED = (
 
 @pytest.mark.parametrize(("problem", "slow", "fast", "words"), FIXED, ids=[slow for _, slow, _, _ in FIXED])
 def test_fixed_costs_are_what_is_saved_without_them(problem: Problem, slow: str, fast: str, words: str) -> None:
-    from weft.planner.signature import without_fixed_costs
+    from weft.planner.losses import without_fixed_costs
 
     options, saved = [], []
     for text in (fast, slow):
         schedule = build(problem, *parse(text))
-        us = run(schedule, H200).total_us
-        saved.append(us - run(schedule, without_fixed_costs(H200)).total_us)
+        predicted_us = run(schedule, H200).total_us
+        saved.append(predicted_us - run(schedule, without_fixed_costs(H200)).total_us)
         # Neither its kernels nor its transfers are the reason.
         no_times = {"computation_us": 0.0, "communication_us": 0.0, "over_ideal_us": 0.0}
-        options.append(Option(schedule, Candidate(schedule=schedule.name, chunks=schedule.chunks, predicted_us=us, **no_times)))
+        options.append(
+            Option(schedule, Candidate(schedule=schedule.name, chunks=schedule.chunks, predicted_us=predicted_us, **no_times))
+        )
     why = explain(problem, H200, options, options[0].predicted_us, asked=False)
-    said = re.search(r"since (\d+) us of its time are fixed costs, not (\d+) \(a rank has (.*)\)\.", why)
+    said = re.search(r"since (\S+) us of its time are fixed costs, not (\S+) \(a rank has (.*)\)\.", why)
     assert said is not None, why
-    assert said.groups() == (f"{saved[1]:.0f}", f"{saved[0]:.0f}", words)
+    assert said.groups() == (us(saved[1]), us(saved[0]), words)
     assert saved[1] < options[1].predicted_us
 
 

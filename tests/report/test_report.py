@@ -93,15 +93,15 @@ def test_names_cannot_be_markup(page: Path, read: Reader) -> None:
 
 
 def test_predicted_comes_first_and_its_numbers_are_text(read: Reader) -> None:
-    numbers = ["8,192 × 28,672 × 4,096", "flag_gated:8", "overlapped", "0.790", "0.512", "0.480", "94 %", "1.54 ×"]
+    numbers = ["flag_gated:8", "overlapped", "1.54x", "0.790", "0.512", "0.480", "94%", "8,192 x 28,672 x 4,096"]
     assert [NAME, *numbers] in read.rows
     text = "".join(read.texts)
     assert text.index("8 x NVIDIA H200") < text.index("4 CPU ranks")
 
 
 def test_right_results_are_told_from_wrong_ones(read: Reader) -> None:
-    first = [NAME, "64 × 128 × 96", "hetero_fused_1d:4", "proved", "right", "1e-07", "1e-05"]
-    wrong = ["attention output", "64 × 128 × 96", "hetero_fused_1d:4", "proved", "WRONG", "0.5", "1e-05"]
+    first = [NAME, "hetero_fused_1d:4", "proved", "right", "1e-07", "1e-05", "64 x 128 x 96"]
+    wrong = ["attention output", "hetero_fused_1d:4", "proved", "WRONG", "0.5", "1e-05", "64 x 128 x 96"]
     assert first in read.rows
     assert wrong in read.rows
     assert "1 of 2" in "".join(read.texts)
@@ -116,7 +116,7 @@ def test_data_for_the_script_cannot_end_it() -> None:
 def test_only_gpus_are_compared_in_speed(tmp_path: Path, read: Reader) -> None:
     measured = make_run(layer("a", error=0, speeds=SPEEDS), device="cuda")
     text = write_report(measured, tmp_path).read_text(encoding="utf-8")
-    assert ["a", "hetero_fused_1d:4", "12.3", "23.5", "9.00", "38 %", "0.53 ×"] in Reader(text).rows
+    assert ["a", "hetero_fused_1d:4", "0.53x", "12.3", "23.5", "9.00", "38%", "0.512"] in Reader(text).rows
     assert "bars-measured" in text
     assert not any(cell.startswith("12.3") for row in read.rows for cell in row)
 
@@ -131,15 +131,14 @@ def test_a_layer_that_stays_sequential_says_why(tmp_path: Path) -> None:
         dataclasses.replace(found, plan=dataclasses.replace(plan, sequential_us=500.0), schedule="sequential", chunks=1)
     )
     text = "".join(Reader(write_report(run, tmp_path).read_text(encoding="utf-8")).texts)
-    for said in ("sequential", "flag_gated:8", "0.0325 ms"):
-        assert said in text
+    assert plan.why in text
 
 
 def test_what_ran_instead_of_the_prediction_is_named(tmp_path: Path) -> None:
     same = dataclasses.replace(layer("a", error=0), schedule="flag_gated", chunks=8)
     for found, said in ((same, False), (layer("a", error=0), True)):
         text = "".join(Reader(write_report(make_run(found), tmp_path).read_text(encoding="utf-8")).texts)
-        assert ("a: ran hetero_fused_1d:4" in text) == said
+        assert ("a ran hetero_fused_1d:4" in text) == said
         assert ("the same schedules" in text) != said
 
 
@@ -147,7 +146,7 @@ def test_what_ran_instead_of_the_prediction_is_named(tmp_path: Path) -> None:
 def test_a_share_over_100_percent_is_explained(overlapped_us: float, said: bool, tmp_path: Path) -> None:
     found = layer("a", error=0, speeds=dataclasses.replace(SPEEDS, overlapped_us=overlapped_us))
     text = write_report(make_run(found, device="cuda"), tmp_path).read_text(encoding="utf-8")
-    assert ("share of ideal is over 100 %" in text) == said
+    assert ("Over 100% of ideal" in text) == said
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ def test_page_fits_a_narrow_window(opened: Any) -> None:
     beyond = "return [...document.querySelectorAll('td')].filter((e) => e.getBoundingClientRect().right > 360).length"
     assert opened.execute_script(beyond) == 0
     assert "schedule" in opened.execute_script(
-        "return getComputedStyle(document.querySelectorAll('td')[1], '::before').content"
+        "return getComputedStyle(document.querySelectorAll('td')[0], '::before').content"
     )
     opened.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     opened.set_window_size(1200, 900)

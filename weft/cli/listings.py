@@ -22,6 +22,7 @@ from weft.core.problem import (
     Op,
     Problem,
 )
+from weft.report.tables import Column, ReportTable
 
 if TYPE_CHECKING:
     from weft.core.machine import Machine
@@ -112,11 +113,11 @@ def machines(
 
 def _print_list(found: Sequence[Machine]) -> None:
     out = output.console()
-    columns = ("machine", "GPUs", "topology", "matrix\nTFLOP/s", "link\nGB/s", "a copy\nus", "copy\nGB/s", "launch\nus")
-    listed = output.table(*columns)
-    for machine in found:
-        listed.add_row(*_row(machine))
-    output.print_table(out, listed)
+    columns = (
+        *(Column("machine", words=True), Column("GPUs"), Column("topology", words=True), Column("matrix", "TFLOP/s")),
+        *(Column("link", "GB/s"), Column("per copy", "us"), Column("copy", "GB/s"), Column("launch", "us")),
+    )
+    output.print_table(out, ReportTable(title="Machines", columns=columns, rows=[_row(machine) for machine in found]))
     out.print()
     for machine in found:
         out.print(f"{machine.name}: {machine.description}. Numbers: {sources(machine)}.")
@@ -128,14 +129,16 @@ def print_difference(a: Machine, b: Machine) -> None:
     """Print the numbers that both machines have and that differ, with their ratio, then the names that only one of them has.
     A difference that is no larger than the spreads of both measurements is marked."""
     left, right = _by_path(a), _by_path(b)
-    listed = output.table("number", a.name, b.name, "ratio", "spread")
     both = sorted(left.keys() & right.keys())
     different = [path for path in both if left[path] != right[path]]
-    for path in different:
-        spread = a.spreads.get(path, 0.0) + b.spreads.get(path, 0.0)
-        listed.add_row(path, _numbers(left[path]), _numbers(right[path]), *_compared(left[path], right[path], spread))
+    rows = [
+        (path, _numbers(left[path]), _numbers(right[path]), *_compared(left[path], right[path], spread))
+        for path in different
+        for spread in (a.spreads.get(path, 0.0) + b.spreads.get(path, 0.0),)
+    ]
+    columns = (Column("number", words=True), *(Column(name) for name in (a.name, b.name, "ratio", "spread")))
     out = output.console()
-    output.print_table(out, listed)
+    output.print_table(out, ReportTable(title="Differences", columns=columns, rows=rows))
     out.print(f"{len(both) - len(different)} numbers are the same.")
     for name, only in ((a.name, left.keys() - right.keys()), (b.name, right.keys() - left.keys())):
         if only:

@@ -6,18 +6,25 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from weft.report.tables import Cell, Judged, ReportTable
 
 STANDARD_OUTPUT = Path("-")
 """The value of --json that means standard output."""
 PIPE_WIDTH = 160
 """The number of columns if the output is not a terminal. It is wide enough for every table to use one line a row."""
+LONG = 30
+"""Longer texts are folded in a table that is too wide, to no less than this."""
 
 
 def console(*, quiet: bool = False) -> Console:
@@ -26,58 +33,43 @@ def console(*, quiet: bool = False) -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
-def table(*columns: str, left: int = 1) -> Table:
-    """Return an empty table. Its first `left` columns are words. The others are numbers that stay on one line."""
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for index, name in enumerate(columns):
-        made.add_column(name, justify="left" if index < left else "right", no_wrap=index >= left, overflow="fold")
-    return made
-
-
-def print_table(out: Console, made: Table) -> None:
-    """Print a table. A table that is wider than the console is printed in parts, so that no number is cut. Each part repeats
-    the first columns, which have words."""
-    words = sum(column.justify == "left" for column in made.columns)
-    for number, part in enumerate(_fitting(out, made, words)):
+def print_table(out: Console, table: ReportTable) -> None:
+    """Print a table without its title. If it is too wide, headings are broken at spaces, columns move together, and long texts
+    are folded. If it is still too wide, it is printed in parts, each with the first column, so that no number is cut."""
+    every = range(1, len(table.columns))
+    narrow = _widths(out, _drawn(out, table, every)).maximum > out.width
+    parts: list[list[int]] = [[]]
+    for at in every:
+        if parts[-1] and _widths(out, _drawn(out, table, [*parts[-1], at], narrow=narrow)).minimum > out.width:
+            parts.append([])
+        parts[-1].append(at)
+    for number, part in enumerate(parts):
         if number:
             out.print()
-        out.print(part)
+        out.print(_drawn(out, table, part, narrow=narrow))
 
 
-def width_of(out: Console, made: Table) -> int:
-    """Return the number of columns that a table takes if no line is folded."""
-    return out.measure(made, options=out.options.update(max_width=10_000)).maximum
+def _widths(out: Console, drawn: RichTable) -> Measurement:
+    return out.measure(drawn, options=out.options.update(max_width=10_000))
 
 
-def _fitting(out: Console, made: Table, keys: int) -> list[Table]:
-    behind = made.columns[:keys]
-    parts: list[list[Column]] = [[]]
-    for column in made.columns[keys:]:
-        if parts[-1] and width_of(out, _of([*behind, *parts[-1], column])) > out.width:
-            parts.append([])
-        parts[-1].append(column)
-    return [made] if len(parts) == 1 else [_of([*behind, *part]) for part in parts]
+def _drawn(out: Console, table: ReportTable, columns: Iterable[int], *, narrow: bool = False) -> RichTable:
+    """Return the first column and those with the given indices. Only a column with long words can be folded."""
+    drawn = RichTable(box=SIMPLE_HEAD, padding=(0, 0 if narrow else 1, 0, 0), show_edge=False)
+    shown = [(table.columns[at], [row[at] for row in table.rows]) for at in (0, *columns)]
+    for at, (column, cells) in enumerate(shown):
+        head = column.head.replace(" ", "\n") if narrow and not column.words else column.head
+        width = max(map(len, (*head.split("\n"), *map(column.text, cells))))
+        folds = column.words and width > (LONG if at else out.width // 2)
+        justify: Literal["left", "right"] = "left" if column.words else "right"
+        drawn.add_column(head, justify=justify, no_wrap=not folds, overflow="fold", min_width=LONG if folds else width)
+    for row in range(len(table.rows)):
+        drawn.add_row(*(Text(column.text(cells[row]), style=_style(cells[row])) for column, cells in shown))
+    return drawn
 
 
-def _of(columns: Sequence[Column]) -> Table:
-    """Return a table with some columns of another table."""
-    made = table(*(str(column.header) for column in columns), left=sum(column.justify == "left" for column in columns))
-    for cells in zip(*(column.cells for column in columns), strict=True):
-        made.add_row(*cells)
-    return made
-
-
-def us(value: float) -> str:
-    """Format microseconds with as many digits as are significant.
-
-    >>> us(3.14159), us(31.4159), us(31415.9)
-    ('3.14', '31.4', '31,416')
-    """
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def share(value: float) -> str:
-    return f"{value:.0%}"
+def _style(cell: Cell) -> str:
+    return "bold red" if isinstance(cell, Judged) and not cell.right else ""
 
 
 def write_text(path: Path, text: str, option: str) -> None:

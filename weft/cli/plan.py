@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli import choices, output, tables
+from weft.cli import choices, output
+from weft.cli.gantt import gantt
 from weft.cli.output import Progress, progress_bar
 from weft.core import codec
 from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
 from weft.planner.models import choose_expert_calls, config_path
-from weft.report.words import count, judge_plan
+from weft.planner.words import count, factor, mib, ms, us
+from weft.report.tables import Column, ReportTable, plans_table
+from weft.schedules import VERDICTS, overlaps
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from weft.core.machine import Machine
     from weft.core.problem import DType
     from weft.planner import TrainingPlan
     from weft.planner.explanation import Explanation
     from weft.planner.models import Model
+    from weft.planner.values import Plan
 
+    LayerPlan = tuple[str, Plan]
 
 ROWS_OF_A_RANK = (*EXCHANGES, *RAGGED_OPS)
 SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
 MOST_NOTES = 4
 """The number of notes on a model that are printed without --all, so that the answer fits on one screen."""
 OVER_IDEAL = "Over 100% of ideal: the ideal is the slower of cuBLAS and NCCL alone; the schedule does without that one."
-MORE = "More: --why explains each choice, --all lists every candidate with a timeline, --report DIR writes a page."
+MORE = "More: --why explains choices, --all lists all candidates, --report DIR writes a page."
 TERMS = """\
 ideal: the longer of the matmul alone and the collective alone.
 more launches, more copies: those of the longer half after its first one, which the whole half has, too. The third tax counts
@@ -105,7 +113,7 @@ def command(
     step = _plan_training(sizes, target, tokens, ranks, result, given) if training else None
     from weft.planner import plan
 
-    plans: list[tables.LayerPlan] = []
+    plans: list[LayerPlan] = []
     reasons: dict[str, Explanation] = {}
     with progress_bar() as progress:
         for at, one in enumerate(layers):
@@ -161,7 +169,7 @@ def _write(
     machine: Machine,
     tokens: int,
     dtypes: str,
-    plans: Sequence[tables.LayerPlan],
+    plans: Sequence[LayerPlan],
     report: Path | None,
     save: Path | None,
     trace: Path | None,
@@ -189,7 +197,7 @@ def _write(
     return written
 
 
-def _explain_all(machine: Machine, plans: Sequence[tables.LayerPlan], progress: Progress) -> dict[str, Explanation]:
+def _explain_all(machine: Machine, plans: Sequence[LayerPlan], progress: Progress) -> dict[str, Explanation]:
     """Explain the choice of each layer."""
     from weft.planner.explanation import explain_plan
 
@@ -203,7 +211,7 @@ def _explain_all(machine: Machine, plans: Sequence[tables.LayerPlan], progress: 
 def _as_data(
     model: Model,
     machine: Machine,
-    plans: Sequence[tables.LayerPlan],
+    plans: Sequence[LayerPlan],
     reasons: Mapping[str, Explanation],
     step: TrainingPlan | None,
 ) -> dict[str, object]:
@@ -219,7 +227,7 @@ def _as_data(
     layers = [
         {
             "layer": layer,
-            "verdict": judge_plan(plan),
+            "verdict": plan.verdict,
             "schedule": plan.chosen.spec,
             "plan": codec.dump(plan),
         }
@@ -240,7 +248,7 @@ def _as_data(
 def _show(
     model: Model,
     setting: str,
-    plans: Sequence[tables.LayerPlan],
+    plans: Sequence[LayerPlan],
     counts: Sequence[int],
     reasons: Mapping[str, Explanation],
     step: TrainingPlan | None,
@@ -251,9 +259,9 @@ def _show(
     out = output.console()
     out.print(str(model))
     if plans:
-        tables.print_answer(out, setting, plans, counts)
+        _print_answer(out, setting, plans, counts, short=not every)
     if step is not None:
-        tables.print_training(out, step)
+        _print_training(out, step)
     others = [place for place in model.places if not place.operators or place.backward_only]
     if others:
         out.print("weft.parallelize also communicates here, without overlap in the forward pass:")
@@ -267,9 +275,8 @@ def _show(
         out.print(f"note: --all prints {len(notes) - MOST_NOTES} more")
     if every and plans:
         out.print()
-        tables.print_candidates(out, plans)
-        tables.print_chart(out, plans)
-        tables.print_predictions(out, f"Chosen for {setting}", plans)
+        _print_candidates(out, plans)
+        print_chart(out, plans, "us")
         if any(plan.share_of_ideal > 1 for _, plan in plans):
             out.print(f"note: {OVER_IDEAL}")
         if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
@@ -283,7 +290,74 @@ def _show(
         out.print(MORE)
 
 
-def _warn_of_shapes(model: Model, plans: Sequence[tables.LayerPlan]) -> list[str]:
+def _print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts: Sequence[int], *, short: bool) -> None:
+    """Print what the whole model gains, a row for each layer, and why layers do not overlap. setting: machine, ranks and sizes.
+    counts: the number of the model's layers that have each of the plans."""
+    before = sum(layers * plan.sequential_us for layers, (_, plan) in zip(counts, plans, strict=True))
+    after = sum(layers * plan.chosen.predicted_us for layers, (_, plan) in zip(counts, plans, strict=True))
+    verdicts = Counter(plan.verdict for _, plan in plans)
+    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in VERDICTS if verdicts[kind])
+    out.print(f"Predicted on {setting}.\n")
+    gain = f"{factor(before / after)} as fast: " if after else ""
+    times = f"take {ms(after)} ms instead of {ms(before)} ms with each matmul and NCCL in turn"
+    out.print(f"{gain}the communicating layers of one forward pass {times}; {kinds}.\n", style="bold")
+    print_plans(out, plans, "us", short=short)
+
+
+def print_plans(out: Console, plans: Sequence[LayerPlan], unit: str, *, short: bool = False) -> None:
+    """Print a row for each layer, and why layers do not overlap. unit: us or ms. short: without sizes."""
+    output.print_table(out, plans_table("", plans, unit, short=short))
+    out.print()
+    for name, plan in plans:
+        if not overlaps(plan.chosen.schedule):
+            out.print(f"{name}: {plan.why}")
+
+
+def print_chart(out: Console, plans: Sequence[LayerPlan], unit: str) -> None:
+    """Print the predicted timeline on rank 0 of the layer with the most work. unit: us or ms."""
+    name, plan = max(plans, key=lambda item: item[1].problem.flops)
+    out.print(f"{name} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
+    out.print(gantt(plan.spans, rank=0, width=min(out.width, 120), unit=unit))
+    out.print()
+
+
+def _print_training(out: Console, step: TrainingPlan) -> None:
+    """Print the times of an average layer's training step, eager and compiled, with and without checkpointing."""
+    heads = ("computation alone", "sequential", "weft", "sequential exposes", "weft exposes")
+    columns = (Column("program", words=True), *(Column(head, "us") for head in heads), Column("hidden", "%"))
+    rows = [
+        (name, times.computation_us, times.sequential_us, times.weft_us, *times.exposed_us, times.hidden)
+        for name, times in step.steps().items()
+    ]
+    table = ReportTable(
+        title="A training step of a layer, forward and backward, tokens in one sequence:", columns=columns, rows=rows
+    )
+    out.print(table.title, style="bold")
+    output.print_table(out, table)
+    out.print(f"Gathered inputs that a layer keeps for the backward pass: {mib(step.kept_bytes)} MiB on a rank.\n")
+
+
+def _print_candidates(out: Console, plans: Sequence[LayerPlan]) -> None:
+    """Print the predicted time of every candidate, with a column for each layer. The chosen candidate is marked, and so are
+    those that were ranked but not simulated."""
+    cells = [
+        {one.spec: f"{us(one.predicted_us)}{'*' if one == plan.chosen else ' '}" for one in plan.candidates}
+        | {
+            spec: f"~{us(estimate)} "
+            for spec, estimate in plan.estimates.items()
+            if all(spec != c.spec for c in plan.candidates)
+        }
+        for _, plan in plans
+    ]
+    rows = [(name, *(each.get(name, "") for each in cells)) for name in dict.fromkeys(name for each in cells for name in each)]
+    columns = (Column("schedule", words=True), *(Column(layer) for layer, _ in plans))
+    table = ReportTable(title="Predicted us of every candidate (* chosen, ~ ranked, not simulated)", columns=columns, rows=rows)
+    out.print(table.title, style="bold")
+    output.print_table(out, table)
+    out.print()
+
+
+def _warn_of_shapes(model: Model, plans: Sequence[LayerPlan]) -> list[str]:
     """Return notes on numbers of ranks and tokens that fit the model badly."""
     notes = []
     if plans and model.heads % plans[0][1].problem.world_size:

@@ -9,6 +9,7 @@ from typing import Any
 from weft.cli import output
 from weft.core.hardware import Table, Tile
 from weft.core.machine import Machine
+from weft.report.tables import Column, ReportTable
 
 _UNITS = {
     "world_size": "GPUs",
@@ -57,14 +58,13 @@ def print_profile(machine: Machine, named: str) -> None:
     words = {path: value for path, value in fields(machine) if isinstance(value, (str, bool)) and value != ""}
     out.print(", ".join(f"{path}: {value}" for path, value in words.items() if path not in ("name", "description", "device")))
     out.print()
-    spreads = bool(machine.spreads)
-    listed = output.table("number", "value", *["spread"] * spreads, "unit", "from", left=4 + spreads)
-    listed.columns[0].no_wrap = True  # a path is one word
+    heads = ("number", "value", *["spread"] * bool(machine.spreads), "unit", "from")
+    rows = []
     for path, value in fields(machine):
         if path in machine.sources:
-            spread = [f"+-{machine.spreads[path]:.1%}" if path in machine.spreads else ""] * spreads
-            listed.add_row(path, shown(value), *spread, unit(path), machine.sources[path])
-    output.print_table(out, listed)
+            spread = [f"+-{machine.spreads[path]:.1%}" if path in machine.spreads else ""] * bool(machine.spreads)
+            rows.append((path, shown(value), *spread, unit(path), machine.sources[path]))
+    output.print_table(out, ReportTable(title=str(machine), columns=[Column(head, words=True) for head in heads], rows=rows))
     out.print()
     out.print(
         f"What each number means: python -m pydoc weft.machine. As a file for --machine: weft machines {named} --json FILE."

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli import choices, output, tables
+from weft.cli import choices, output
 from weft.cli.output import progress_bar
+from weft.cli.plan import print_chart, print_plans
 from weft.core import codec
 from weft.planner.models import choose_expert_calls, config_path
-from weft.report.words import reason
-from weft.schedules import overlaps
+from weft.planner.words import count
+from weft.report.tables import ReportTable, ran_table, speeds_notes, speeds_table, unpredicted_notes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from weft.core.machine import Machine
     from weft.tools.results import Run
 
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 CPU_TOKENS, GPU_TOKENS = 256, 8192
 """The number of tokens to run with if --tokens is not given."""
 
@@ -67,7 +69,7 @@ def command(
     _require_outputs(json, report, trace)
     tokens = tokens or (CPU_TOKENS if device == "cpu" else GPU_TOKENS)
     out = output.console(quiet=json == output.STANDARD_OUTPUT)
-    out.print(_describe_steps(sizes.name, len(layers), schedule, target, f"{ranks} {tables.DEVICES[device]} ranks"))
+    out.print(_describe_steps(sizes.name, len(layers), schedule, target, f"{ranks} {DEVICES[device]} ranks"))
     for note in sizes.notes:
         out.print(f"note: {note}")
 
@@ -108,11 +110,10 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
 
 def _describe_steps(model: str, layers: int, schedule: str, machine: Machine, ranks: str) -> str:
     """Return the text that describes the steps of the command before it runs them."""
-    counted_layers = "1 communicating layer" if layers == 1 else f"{layers} communicating layers"
     chosen = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
     return (
         "weft hides communication between GPUs behind computation. "
-        f"{model} has {counted_layers}: matmuls or lookups with a collective next to them.\n"
+        f"{model} has {count(layers, 'communicating layer')}: matmuls or lookups with a collective next to them.\n"
         f"1. Predict each of them on {machine.description}, sequentially and with {chosen}.\n"
         f"2. Prove each schedule, run it here on {ranks} (processes), and compare the results with the sequential program in "
         "float32."
@@ -125,28 +126,33 @@ def _print_results(run: Run) -> None:
     if not run.layers:
         return
     plans = [(layer.name, layer.plan) for layer in run.layers]
-    title = f"1. Predicted on {run.machine_words}: {run.machine_ranks} ranks, {run.machine_tokens} tokens, {run.dtype}"
-    out.print()
-    tables.print_predictions(out, title, plans, "ms")
+    size = f"{run.machine_ranks} ranks, {run.machine_tokens:,} tokens, {run.dtype}"
+    out.print(f"\n1. Predicted on {run.machine_words}: {size}", style="bold")
+    print_plans(out, plans, "ms")
     out.print(
         "The column weft has the time of the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the "
-        "longer of the matmul alone and the collective alone."
+        "longer of the matmul alone and the collective alone.\n"
     )
-    for name, plan in plans:
-        if not overlaps(plan.chosen.schedule):
-            out.print(f"{name}: {reason(plan)}")
-    out.print()
-    tables.print_chart(out, plans, "ms")
-    tables.print_ran(out, run)
+    print_chart(out, plans, "ms")
+    ranks = f"{run.world_size} {DEVICES[run.device]} ranks"
+    _print_titled(out, ran_table(f"2. Run here on {ranks}: {run.tokens:,} tokens, {run.dtype}", run))
     if run.measured_layers:
-        tables.print_speeds(out, run)
+        _print_titled(out, speeds_table(run))
+        for note in speeds_notes(run):
+            out.print(note)
     _print_verdict(out, run)
+
+
+def _print_titled(out: Console, table: ReportTable) -> None:
+    out.print(table.title, style="bold")
+    output.print_table(out, table)
+    out.print()
 
 
 def _print_verdict(out: Console, run: Run) -> None:
     """Print whether the schedules are proved, and whether the results are right."""
-    for layer in run.unpredicted_layers:
-        out.print(f"{layer.name} ran {layer.spec}, which was chosen for these ranks; {layer.plan.chosen.spec} is predicted.")
+    for note in unpredicted_notes(run):
+        out.print(note)
     wrong = [layer.name for layer in run.layers if not layer.ok]
     as_predicted = "" if run.unpredicted_layers else ", and the ranks ran those of the prediction"
     out.print(f"All schedules are proved{as_predicted}." + ("" if wrong else " All results are right."))

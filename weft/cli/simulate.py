@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import choices, output
+from weft.cli.gantt import gantt
 from weft.cli.output import progress_bar
-from weft.cli.tables import gantt
 from weft.core import codec
-from weft.report.words import ms
+from weft.report.tables import lanes_table, losses_table, simulation_table
 
 if TYPE_CHECKING:
     from weft.core.machine import Machine
@@ -133,58 +133,32 @@ def as_data(schedule: Schedule, found: Simulation) -> dict[str, object]:
         "ideal_us": losses.ideal_us,
         "computation_us": losses.computation_us,
         "communication_us": losses.communication_us,
-        "losses": dict(_losses(found)),
+        "losses": {
+            "gemm_dil": losses.gemm_dil,
+            "gemm_cil": losses.gemm_cil,
+            "communication_dil": losses.communication_dil,
+            "communication_cil": losses.communication_cil,
+            "exposed_us": losses.exposed_us,
+        },
         "lanes": [dataclasses.asdict(lane) for lane in found.lanes],
         "spans": codec.dump(found.spans),
     }
 
 
-def _losses(found: Simulation) -> list[tuple[str, float | None]]:
-    losses = found.losses
-    return [
-        ("gemm_dil", losses.gemm_dil),
-        ("gemm_cil", losses.gemm_cil),
-        ("communication_dil", losses.communication_dil),
-        ("communication_cil", losses.communication_cil),
-        ("exposed_us", losses.exposed_us),
-    ]
-
-
 def _show(schedule: Schedule, machine: Machine, found: Simulation) -> None:
-    out, losses = output.console(), found.losses
-    out.print(f"{losses.spec} for {schedule.problem}", style="bold")
-    out.print(f"on {machine.description}")
-    out.print()
-    times = output.table("", "ms", "of sequential")
-    parts = {
-        losses.spec: found.total_us,
-        "sequential": found.sequential_us,
-        "whole computation alone": losses.computation_us,
-        "whole communication alone": losses.communication_us,
-    }
-    for name, us in parts.items():
-        times.add_row(name, ms(us), output.share(us / found.sequential_us) if found.sequential_us else "-")
-    output.print_table(out, times)
-    out.print()
-    heads = ("GEMM DIL", "GEMM CIL", "comm. DIL", "comm. CIL", "exposed ms")
-    listed = output.table(*heads, left=0)
-    values = ["-" if value is None else f"{value:.2f}" for _, value in _losses(found)[:-1]]
-    listed.add_row(*values, ms(losses.exposed_us))
-    output.print_table(out, listed)
-    out.print()
-    _show_lanes(found)
-    out.print()
-    out.print(gantt(found.spans, rank=found.slowest, width=min(out.width, 120)))
-
-
-def _show_lanes(found: Simulation) -> None:
     out = output.console()
-    made = output.table(f"lanes of rank {found.slowest}", "steps", "busy ms", "waiting ms", "busy")
-    for lane in found.lanes:
-        if lane.rank == found.slowest:
-            share = output.share(lane.busy_us / found.total_us) if found.total_us else "-"
-            made.add_row(lane.lane, str(lane.steps), ms(lane.busy_us), ms(lane.waiting_us), share)
-    output.print_table(out, made)
+    out.print(f"{found.losses.spec} for {schedule.problem}", style="bold")
+    out.print(f"on {machine.description}\n")
+    slowest = [lane for lane in found.lanes if lane.rank == found.slowest]
+    for table in (
+        simulation_table(found),
+        losses_table(found.losses),
+        lanes_table(f"Lanes of rank {found.slowest}, which ends last", slowest, found.total_us),
+    ):
+        out.print(table.title, style="bold")
+        output.print_table(out, table)
+        out.print()
+    out.print(gantt(found.spans, rank=found.slowest, width=min(out.width, 120)))
 
 
 def _write(schedule: Schedule, machine: Machine, found: Simulation, outputs: Outputs) -> list[Path]:

@@ -6,7 +6,8 @@
     explain.py  explanation.py                   the reason in a sentence; a detailed explanation
     training.py                                  a training step of a layer: its calls, and everything else
     shortlist.py                                 the schedules of a ConcurrentProblem that are worth measuring
-    simulated.py  signature.py  sizes.py         one schedule simulated; its losses; static sizes to compare them with
+    simulated.py  losses.py                      one schedule simulated; its losses, and its three taxes
+    words.py                                     numbers as text, for sentences, tables and charts
 """
 
 from __future__ import annotations

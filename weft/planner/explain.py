@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.fused_collective import spelled_out
@@ -14,8 +14,9 @@ from weft.core.schedule import Copy, Gemm, Lookup, Push, Reduce, Schedule, Signa
 from weft.core.work import continued
 from weft.perf import run
 from weft.perf.terms import COLLECTIVES, whole_collective_us, whole_gemm_us
-from weft.planner.signature import without_fixed_costs
+from weft.planner.losses import without_fixed_costs
 from weft.planner.values import Candidate
+from weft.planner.words import us
 from weft.schedules import MOST_RANKS, overlaps
 
 BALANCED = 1.1
@@ -25,8 +26,7 @@ EXPLAINS = 0.5
 """A cost is named as the reason of a difference if it is at least this share of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """Option is a schedule with its prediction."""
 
     schedule: Schedule
@@ -37,55 +37,34 @@ class Option:
         return self.candidate.predicted_us
 
 
-@dataclass(frozen=True, slots=True)
-class _Fixed:
-    """_Fixed counts the steps of rank 0 with a fixed cost. us: the time that the call would save without fixed costs. lanes:
-    the lanes other than the compute lane."""
-
-    lanes: int
-    kernels: int
-    copies: int
-    flags: int
-    us: float
-
-    def __str__(self) -> str:
-        words = (
-            (self.lanes, "lane that starts", "lanes that start"),
-            (self.kernels, "launch", "launches"),
-            (self.copies, "copy", "copies"),
-            (self.flags, "wait or signal", "waits and signals"),
-        )
-        return ", ".join(f"{count} {one if count == 1 else more}" for count, one, more in words if count)
-
-
 def explain(problem: Problem, machine: Machine, options: Sequence[Option], sequential_us: float, *, asked: bool) -> str:
     """Say why options[0] was chosen; options are fastest first. asked: the family was given, not chosen."""
     chosen = options[0]
     if not problem.m or not problem.n:
         return "The result has no elements: there is nothing to do."
     if problem.world_size == 1:
-        return f"One rank has nothing to communicate: {chosen.candidate.spec} takes {chosen.predicted_us:.0f} us."
+        return f"One rank has nothing to communicate: {chosen.candidate.spec} takes {us(chosen.predicted_us)} us."
     if isinstance(problem, ConcurrentProblem):
         return _explain_concurrent(problem, machine, chosen, sequential_us)
     bound = _describe_bound(whole_gemm_us(machine, problem), whole_collective_us(machine, problem), problem)
     if isinstance(problem, RaggedProblem):
         return f"{bound} A call with splits runs {chosen.candidate.spec}, which {_compare(chosen.predicted_us, sequential_us)}."
     if asked and chosen.schedule.name == "sequential":
-        return f"{bound} sequential was asked for and takes {chosen.predicted_us:.0f} us."
+        return f"{bound} sequential was asked for and takes {us(chosen.predicted_us)} us."
     if asked:
         return f"{bound} {chosen.candidate.spec} was asked for and {_compare(chosen.predicted_us, sequential_us)}."
     rivals = [option for option in options if option.schedule.name != chosen.schedule.name]
     if chosen.schedule.name == "sequential":
         return f"{bound} {_explain_sequential(chosen, rivals, problem, machine)}"
     hidden = f"{chosen.candidate.spec} {_compare(chosen.predicted_us, sequential_us)}"
-    over = f"{chosen.candidate.over_ideal_us:.0f}" if chosen.candidate.over_ideal_us else "no"
+    over = us(chosen.candidate.over_ideal_us) if chosen.candidate.over_ideal_us else "no"
     left = f" and {over} more than the longer of the two"
     return f"{bound} {hidden}{left}{_runner_up(chosen, rivals, machine)}."
 
 
 def _explain_concurrent(problem: ConcurrentProblem, machine: Machine, chosen: Option, sequential_us: float) -> str:
-    parts = f"the computation alone takes {whole_gemm_us(machine, problem):.0f} us, the collectives alone "
-    parts += f"{whole_collective_us(machine, problem):.0f}"
+    parts = f"the computation alone takes {us(whole_gemm_us(machine, problem))} us, the collectives alone "
+    parts += us(whole_collective_us(machine, problem))
     if chosen.schedule.name == "sequential":
         return f"It stays sequential, since no other schedule is predicted to be faster: {parts}."
     return f"{chosen.schedule.name} {_compare(chosen.predicted_us, sequential_us)}: {parts}."
@@ -95,8 +74,8 @@ def _describe_bound(computation_us: float, communication_us: float, problem: Pro
     kernel = "lookup" if problem.op in LOOKUP_OPS else "GEMM"
     collective = COLLECTIVES[problem.op].removesuffix("_columns").replace("_", "-")
     if problem.op in COLLECTIVE_OPS:
-        return f"NCCL's {collective} takes {communication_us:.0f} us."
-    times = f"the {kernel} alone takes {computation_us:.0f} us, the {collective} alone {communication_us:.0f}."
+        return f"NCCL's {collective} takes {us(communication_us)} us."
+    times = f"the {kernel} alone takes {us(computation_us)} us, the {collective} alone {us(communication_us)}."
     if max(computation_us, communication_us) <= BALANCED * min(computation_us, communication_us):
         return f"Balanced: {times}"
     return f"{'Computation' if computation_us > communication_us else 'Communication'}-bound: {times}"
@@ -104,7 +83,7 @@ def _describe_bound(computation_us: float, communication_us: float, problem: Pro
 
 def _compare(predicted_us: float, sequential_us: float) -> str:
     more = "less" if predicted_us <= sequential_us else "more"
-    return f"takes {predicted_us:.0f} us, {abs(sequential_us - predicted_us):.0f} {more} than sequential"
+    return f"takes {us(predicted_us)} us, {us(abs(sequential_us - predicted_us))} {more} than sequential"
 
 
 def _explain_sequential(chosen: Option, rivals: Sequence[Option], problem: Problem, machine: Machine) -> str:
@@ -115,9 +94,9 @@ def _explain_sequential(chosen: Option, rivals: Sequence[Option], problem: Probl
         return "Only the sequential program was considered."
     rival = rivals[0]
     more = rival.predicted_us - chosen.predicted_us
-    longer = f"{more:.0f} more" if more >= 1 else "no less"
+    longer = f"{us(more)} more" if more >= 1 else "no less"
     best = "the best overlap" if overlaps(rival.schedule.name) else "the next best"
-    took = f"{best}, {rival.candidate.spec}, would take {rival.predicted_us:.0f} us, {longer}"
+    took = f"{best}, {rival.candidate.spec}, would take {us(rival.predicted_us)} us, {longer}"
     return f"It stays sequential: {took}, since {_reason(rival, chosen, machine)}."
 
 
@@ -135,24 +114,29 @@ def _reason(slow: Option, fast: Option, machine: Machine) -> str:
     """Return the largest extra cost of `slow` over `fast`: its kernels, its transfers, or fixed costs."""
     if overlaps(fast.schedule.name) and not overlaps(slow.schedule.name):
         return "it hides nothing"
-    paid, base = _fixed(slow, machine), _fixed(fast, machine)
+    paid_us, base_us = _fixed_us(slow, machine), _fixed_us(fast, machine)
     kernels = slow.candidate.computation_us - fast.candidate.computation_us
     transfers = slow.candidate.communication_us - fast.candidate.communication_us
-    most = max(kernels, transfers, paid.us - base.us)
+    most = max(kernels, transfers, paid_us - base_us)
     hides = overlaps(fast.schedule.name)
     if most < max(0.5, hides * EXPLAINS * (slow.predicted_us - fast.predicted_us)):
         return "less of its communication is hidden"
     if most == kernels:
-        return f"its kernels work {slow.candidate.computation_us:.0f} us, not {fast.candidate.computation_us:.0f}"
+        return f"its kernels work {us(slow.candidate.computation_us)} us, not {us(fast.candidate.computation_us)}"
     if most == transfers:
-        return f"its transfers take {slow.candidate.communication_us:.0f} us, not {fast.candidate.communication_us:.0f}"
-    return f"{paid.us:.0f} us of its time are fixed costs, not {base.us:.0f} (a rank has {paid})"
+        return f"its transfers take {us(slow.candidate.communication_us)} us, not {us(fast.candidate.communication_us)}"
+    return f"{us(paid_us)} us of its time are fixed costs, not {us(base_us)} (a rank has {_fixed(slow.schedule, machine)})"
 
 
-def _fixed(option: Option, machine: Machine) -> _Fixed:
-    """Count the steps with a fixed cost. Steps inside a running kernel, and collectives, have none."""
+def _fixed_us(option: Option, machine: Machine) -> float:
+    """Return the time that the call would save without fixed costs."""
+    return max(0.0, option.predicted_us - run(option.schedule, without_fixed_costs(machine)).total_us)
+
+
+def _fixed(schedule: Schedule, machine: Machine) -> str:
+    """Count the steps of rank 0 with a fixed cost. Steps inside a running kernel, and collectives, have none."""
     kinds: Counter[type] = Counter()
-    spelled = spelled_out(option.schedule)
+    spelled = spelled_out(schedule)
     for lane in spelled.schedule.ranks[0]:
         fused = spelled.of_lane(0, lane.name)
         begun = {low for low, _ in fused}
@@ -162,7 +146,11 @@ def _fixed(option: Option, machine: Machine) -> _Fixed:
                 continue
             kernel = position in begun or kind is Push or (kind is Copy and lane.kind == "compute")
             kinds[Gemm if kernel else kind] += 1
-    kernels, flags = kinds[Gemm] + kinds[Lookup] + kinds[Reduce], kinds[Wait] + kinds[Signal]
-    lanes = sum(lane.kind != "compute" for lane in option.schedule.ranks[0])
-    us = option.predicted_us - run(option.schedule, without_fixed_costs(machine)).total_us
-    return _Fixed(lanes if machine.fork_us else 0, kernels, kinds[Copy], flags, max(0.0, us))
+    lanes = sum(lane.kind != "compute" for lane in schedule.ranks[0]) if machine.fork_us else 0
+    words = (
+        (lanes, "lane that starts", "lanes that start"),
+        (kinds[Gemm] + kinds[Lookup] + kinds[Reduce], "launch", "launches"),
+        (kinds[Copy], "copy", "copies"),
+        (kinds[Wait] + kinds[Signal], "wait or signal", "waits and signals"),
+    )
+    return ", ".join(f"{number} {one if number == 1 else more}" for number, one, more in words if number)

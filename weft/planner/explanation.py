@@ -28,9 +28,9 @@ from weft.core.problem import LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.perf.ranking import estimates, heuristic
 from weft.planner.choose import plan
-from weft.planner.signature import FREE_US, Signature, signature, without_communication, without_computation
-from weft.planner.taxes import Taxes, taxes
+from weft.planner.losses import FREE_US, Signature, Taxes, signature, taxes, without_communication, without_computation
 from weft.planner.values import Plan
+from weft.planner.words import us
 from weft.schedules import build, parse
 
 FACTORS = (2.0, 4.0, 16.0)
@@ -61,10 +61,10 @@ class Explanation:
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [self.plan.why, *(_describe_losses(found) for found in self.signatures)]
-        named = ", ".join(f"{name} {us:+.0f}" for name, us in self.parts.items())
+        lines = [self.plan.why, *map(str, self.signatures)]
+        named = ", ".join(f"{name} {part_us:+.0f}" for name, part_us in self.parts.items())
         if self.parts:
-            lines.insert(1, f"Predicted {self.plan.chosen.predicted_us:.0f} us: {named}.")
+            lines.insert(1, f"Predicted {us(self.plan.chosen.predicted_us)} us: {named}.")
         changes = self.changes or (NOTHING,) * (len({one.spec.partition(":")[0] for one in self.signatures}) > 1)
         lines += map(str, self.taxes)
         return "\n".join([*lines, f"By sizes alone: {self.by_sizes}.", *changes])
@@ -152,17 +152,6 @@ def _fixed_us(found: Signature, machine: Machine, *, computes: bool) -> float:
         alone = without_computation
     now, then = (estimates(found.problem, alone(where), [found.spec])[found.spec] for where in (machine, cheaper))
     return max(0.0, now - then - one_us)
-
-
-def _describe_losses(found: Signature) -> str:
-    losses = (
-        ("matmul DIL", found.gemm_dil),
-        ("CIL", found.gemm_cil),
-        ("communication DIL", found.communication_dil),
-        ("CIL", found.communication_cil),
-    )
-    named = ", ".join(f"{name} {loss:.2f}" for name, loss in losses if loss is not None)
-    return f"{found.spec}: {found.total_us:.0f} us, {found.of_ideal}, {found.exposed_us:.0f} us exposed; {named}."
 
 
 def _changes(found: Plan, specs: Sequence[str], machine: Machine) -> Iterator[str]:

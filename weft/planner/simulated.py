@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from weft.core.machine import Machine
 from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.perf import run
-from weft.planner.signature import Signature, signature
+from weft.planner.losses import Signature, signature
 from weft.planner.values import predicted
 from weft.schedules import build
 
@@ -57,7 +57,7 @@ class Simulation:
     @property
     def lanes(self) -> tuple[LaneUse, ...]:
         """The use of each lane, in the order of ranks and lanes."""
-        return tuple(_uses(self.spans))
+        return tuple(lane_uses(self.spans))
 
 
 def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simulation:
@@ -73,10 +73,23 @@ def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simul
     return Simulation(machine=machine.name, sequential_us=sequential_us, losses=losses, spans=whole.spans)
 
 
-def _uses(spans: tuple[Span, ...]) -> Iterator[LaneUse]:
-    by_lane = sorted(spans, key=lambda span: (span.rank, span.lane))
-    for (rank, lane), found in groupby(by_lane, key=lambda span: (span.rank, span.lane)):
-        items = list(found)
+def lanes_of(spans: Iterable[Span]) -> list[tuple[int, str]]:
+    """Return (rank, lane) of the spans in order of rank. The compute lane is first, and numbers in names sort by value."""
+
+    def key(lane: tuple[int, str]) -> tuple[int, bool, list[tuple[int, str]]]:
+        parts = re.findall(r"(\D*)(\d*)", lane[1])
+        return lane[0], lane[1] != "compute", [(int(digits or 0), words) for words, digits in parts]
+
+    return sorted({(span.rank, span.lane) for span in spans}, key=key)
+
+
+def lane_uses(spans: Sequence[Span]) -> Iterator[LaneUse]:
+    """Yield the use of each lane. A lane runs one step at a time, so durations add up."""
+    by_lane: dict[tuple[int, str], list[Span]] = {}
+    for span in spans:
+        by_lane.setdefault((span.rank, span.lane), []).append(span)
+    for rank, lane in lanes_of(spans):
+        items = by_lane[rank, lane]
         busy_us = sum(span.duration_us for span in items if span.kind not in FLAGS)
         waiting_us = sum(span.duration_us for span in items if span.kind == "wait")
         yield LaneUse(rank=rank, lane=lane, steps=len(items), busy_us=busy_us, waiting_us=waiting_us)

@@ -12,7 +12,8 @@ from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, P
 from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.perf.terms import whole_collective_us, whole_gemm_us
-from weft.schedules import spec
+from weft.planner.words import us
+from weft.schedules import judge, spec
 
 if TYPE_CHECKING:
     from weft.perf import Outcome
@@ -40,7 +41,7 @@ class Candidate:
         return spec(self.schedule, self.chunks)
 
     def __str__(self) -> str:
-        return f"{self.spec} {self.predicted_us:.0f} us"
+        return f"{self.spec} {us(self.predicted_us)} us"
 
 
 def predicted(schedule: Schedule, outcome: Outcome, machine: Machine) -> Candidate:
@@ -82,6 +83,11 @@ class Plan:
         return self.candidates[0]
 
     @property
+    def verdict(self) -> str:
+        """One of weft.schedules.VERDICTS, on the chosen schedule."""
+        return judge(self.chosen.schedule, self.chosen.predicted_us, self.sequential_us)
+
+    @property
     def ideal_us(self) -> float:
         return max(self.computation_us, self.communication_us)
 
@@ -92,5 +98,5 @@ class Plan:
 
     def __str__(self) -> str:
         return (
-            f"{self.problem} on {self.machine}: {self.chosen} (sequential {self.sequential_us:.0f}, ideal {self.ideal_us:.0f})"
+            f"{self.problem} on {self.machine}: {self.chosen} (sequential {us(self.sequential_us)}, ideal {us(self.ideal_us)})"
         )

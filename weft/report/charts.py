@@ -10,13 +10,14 @@ screen readers.
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from weft.core.span import Kind, Span, total_us
+from weft.planner.simulated import lane_uses, lanes_of
+from weft.planner.words import count, ms
 from weft.report.html import Html, join, table, tag
-from weft.report.words import count, ms, percent
+from weft.report.tables import lanes_table
 
 Figure = dict[str, Any]
 
@@ -77,18 +78,9 @@ def timeline(spans: Iterable[Span], marks: Mapping[str, float]) -> Figure:
     return {"data": _kind_traces(items, lanes, first), "layout": layout, "all": every if shown < len(lanes) else None}
 
 
-def lanes_of(spans: Iterable[Span]) -> list[tuple[int, str]]:
-    """Return (rank, lane) of the spans in order of rank. The compute lane is first, and numbers in names sort by value."""
-    return sorted({(s.rank, s.lane) for s in spans}, key=lambda key: (key[0], key[1] != "compute", _natural(key[1])))
-
-
 def legend_of(figure: Figure) -> dict[str, str]:
     """Return the colour of each series or kind of span."""
     return {trace["name"]: trace["marker"]["color"] for trace in figure["data"]}
-
-
-def _natural(text: str) -> list[tuple[int, str]]:
-    return [(int(digits or 0), words) for words, digits in re.findall(r"(\D*)(\d*)", text)]
 
 
 def _kind_traces(spans: Sequence[Span], lanes: Sequence[tuple[int, str]], first: set[int]) -> list[Figure]:
@@ -204,8 +196,10 @@ def timeline_panel(
     charts[name] = timeline(spans, marks)
     ranks = len({s.rank for s in spans})
     words = f"Timeline of {title}: {count(len(spans), 'step')} on {count(ranks, 'rank')} in {ms(total_us(spans))} ms"
-    parts = [_legend(charts[name]), _place(name, words), _button(name, ranks), _busy(spans)]
-    return tag("article", heading, *parts)
+    whole = total_us(spans)
+    lanes = table(lanes_table(f"Of {ms(whole)} ms", lane_uses(spans), whole))
+    numbers = tag("details", tag("summary", "Lanes in numbers"), lanes)
+    return tag("article", heading, _legend(charts[name]), _place(name, words), _button(name, ranks), numbers)
 
 
 def _button(name: str, ranks: int) -> Html:
@@ -213,18 +207,3 @@ def _button(name: str, ranks: int) -> Html:
         return Html("")
     few, every = f"Show {SHOWN_RANKS} ranks", f"Show all {ranks} ranks"
     return tag("button", every, type="button", data_chart=name, data_other=few)
-
-
-def _busy(spans: Sequence[Span]) -> Html:
-    """Return a table of the times that each lane worked and waited. A lane runs one step at a time, so durations add up."""
-    whole = total_us(spans)
-    by_lane: dict[tuple[int, str], list[Span]] = {lane: [] for lane in lanes_of(spans)}
-    for span in spans:
-        by_lane[span.rank, span.lane].append(span)
-    rows = []
-    for (rank, lane), items in by_lane.items():
-        busy = sum(s.duration_us for s in items if s.kind not in FAINT)
-        waiting = sum(s.duration_us for s in items if s.kind == "wait")
-        rows.append((f"rank {rank} {lane}", str(len(items)), ms(busy), ms(waiting), percent(busy / whole if whole else 0.0)))
-    heads = ("lane", "steps", "busy ms", "waiting ms", "share busy")
-    return tag("details", tag("summary", "Lanes in numbers"), join([table(f"Of {ms(whole)} ms", heads, rows)]))

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import Any
 
+from weft.report.tables import Cell, Column, Judged, ReportTable
+
 
 class Html(str):
     """Html is markup that needs no escaping."""
@@ -28,25 +30,27 @@ def join(children: Iterable[str]) -> Html:
     return Html("".join(c if isinstance(c, Html) else html.escape(c) for c in children))
 
 
-def table(caption: str, heads: Iterable[str], rows: Iterable[Iterable[str]], *, words: Iterable[int] = (0,)) -> Html:
-    """Return a table in a frame.
+def table(of: ReportTable) -> Html:
+    """Return a table in a frame. Narrow windows show a row as a card, in which each cell has its column's name."""
 
-    words: the indices of columns of text. The others have numbers and are aligned to the right.
+    def cell(name: str, column: Column, content: Cell, **attributes: str) -> Html:
+        text = content if isinstance(content, Html) else column.text(content)
+        if isinstance(content, Judged):
+            text = tag("span", text, class_="right" if content.right else "wrong")
+        return tag(name, text, class_="words" if column.words else "number", **attributes)
 
-    The first cell of a row is its header. Narrow windows show a row as a card, in which each cell has its column's name.
-    """
-    text, names = set(words), list(heads)
-
-    def cell(name: str, column: int, content: str, **attributes: str) -> Html:
-        return tag(name, content, class_="words" if column in text else "number", **attributes)
-
-    head = tag("tr", *(cell("th", i, h, scope="col") for i, h in enumerate(names)))
+    first, *others = of.columns
+    head = tag("tr", *(cell("th", column, column.head, scope="col") for column in of.columns))
     body = [
-        tag("tr", *(cell("td", i, c, data_name=names[i]) if i else cell("th", i, c, scope="row") for i, c in enumerate(row)))
-        for row in rows
+        tag(
+            "tr",
+            cell("th", first, row[0], scope="row"),
+            *(cell("td", column, each, data_name=column.head) for column, each in zip(others, row[1:], strict=True)),
+        )
+        for row in of.rows
     ]
-    parts = tag("caption", caption), tag("thead", head), tag("tbody", *body)
-    return tag("div", tag("table", *parts), class_="frame", tabindex="0", role="region", aria_label=caption)
+    parts = tag("caption", of.title), tag("thead", head), tag("tbody", *body)
+    return tag("div", tag("table", *parts), class_="frame", tabindex="0", role="region", aria_label=of.title)
 
 
 def json_script(name: str, data: Any) -> Html:

@@ -29,8 +29,9 @@ from weft.core.schedule import Schedule
 from weft.models.communicating import CommunicatingLayer, LayerCalls, layers_of_places, recorded_layers
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
+from weft.planner.words import factor, mib, ms, percent, us
 from weft.report.html import html_page, join, table, tag
-from weft.report.words import mib, ms, percent
+from weft.report.tables import Cell, Column, Judged, ReportTable
 from weft.runtime.autotune import Choice
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS
@@ -66,6 +67,18 @@ class ReportedCall:
     def share_of_ideal(self) -> float | None:
         """The ideal time divided by the measured time, which is 1 if no communication is exposed; None if one is unknown."""
         return self.ideal_us / self.measured_us if self.measured_us and self.ideal_us else None
+
+    @property
+    def gain(self) -> float | None:
+        """The speed-up over the sequential schedule; None if one of the times is unknown."""
+        return self.sequential_us / self.measured_us if self.measured_us and self.sequential_us else None
+
+    def __str__(self) -> str:
+        time = f"{us(self.measured_us)} us" if self.measured_us else "not measured"
+        time += f" ({us(self.predicted_us)} us predicted)" if self.predicted_us else ""
+        gain = f"{factor(self.gain)} sequential" if self.gain else ""
+        share = f"{percent(self.share_of_ideal)} of the predicted ideal" if self.share_of_ideal else ""
+        return f"{self.op} M={self.rows} {self.spec} {', '.join(filter(None, (time, gain, share)))} ({self.why})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,30 +134,23 @@ def describe_place(place: ReportedPlace) -> Iterator[str]:
     parts = (", ".join(layer.operators), layer.reason, place.verdict) if layer.operators else (place.verdict, layer.reason)
     yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, parts))}"
     for call in place.calls:
-        yield f"         {' '.join(_words_of_call(call))}"
+        yield f"         {call}"
     if place.kept_bytes:
-        each = f"{place.count} x {mib(place.kept_bytes / place.count)}"
+        each = f"{place.count} x {mib(place.kept_bytes / place.count)} MiB"
         yield f"         keeps its gathered input for the backward pass: {each} of memory on a rank"
     if place.awaits_first_call:
         yield "         not called yet"
 
 
-def _words_of_call(call: ReportedCall) -> Sequence[str]:
-    """Return the operator, its rows, its schedule, its time with comparisons, and the reason for the schedule."""
-    time = f"{call.measured_us:.0f} us" if call.measured_us else "not measured"
-    time += f" ({call.predicted_us:.0f} us predicted)" if call.predicted_us else ""
-    gain = f"{call.sequential_us / call.measured_us:.2f}x sequential" if call.measured_us and call.sequential_us else ""
-    share = f"{call.share_of_ideal:.2f} of the predicted ideal" if call.share_of_ideal else ""
-    return call.op, f"M={call.rows}", call.spec, ", ".join(filter(None, (time, gain, share))), f"({call.why})"
-
-
-_HEADS = (
-    *("place", "times", "verdict", "operator", "rows", "schedule", "time, us", "predicted, us", "sequential, us"),
-    *("of the ideal", "kept, MiB", "why"),
+_COLUMNS = (
+    *(Column("place", words=True), Column("times"), Column("verdict", words=True), Column("operator", words=True)),
+    *(Column("rows"), Column("schedule", words=True), Column("time", "us"), Column("predicted", "us")),
+    *(Column("sequential", "us"), Column("speed-up", "x"), Column("of the ideal", "%"), Column("kept", "MiB")),
+    Column("why", words=True),
 )
 _WORDS = (
     "Times were measured when a schedule was chosen, at the first call of a size; so was the sequential program. The ideal, "
-    "the larger of the matmul alone and the collective alone, is predicted for this machine; 100 % hides one of them wholly. "
+    "the larger of the matmul alone and the collective alone, is predicted for this machine; 100% hides one of them wholly. "
     "Kept is the memory of a rank for the gathered input that each of these layers keeps for the backward pass."
 )
 
@@ -153,34 +159,22 @@ def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace], 
     """Return the page as HTML. lead: the sentence below the model's name. sums: sentences about all places together."""
     rows = [row for place in places for row in _rows(place)]
     header = tag("header", tag("h1", model), tag("p", lead, class_="lead"))
-    places_table = table("Places, and the problems that each has run", _HEADS, rows, words=(0, 2, 3, 5, 11))
-    return html_page(headline, header, tag("section", *(tag("p", words) for words in (_WORDS, *sums)), places_table))
+    listed = table(ReportTable(title="Places, and the problems that each has run", columns=_COLUMNS, rows=rows))
+    return html_page(headline, header, tag("section", *(tag("p", words) for words in (_WORDS, *sums)), listed))
 
 
-def _rows(place: ReportedPlace) -> Iterator[tuple[str, ...]]:
-    verdict = tag("span", place.verdict, class_="right" if place.overlapped else "wrong")
+def _rows(place: ReportedPlace) -> Iterator[Sequence[Cell]]:
+    """Yield a row for the place, and one for each kind of call that it has made."""
     said = "; ".join(filter(None, (place.layer.reason, "not called yet" if place.awaits_first_call else "")))
-    yield place.layer.name, str(place.count), verdict, ", ".join(place.layer.operators), *[""] * 7, said
+    verdict = Judged(place.verdict, place.overlapped)
+    yield place.layer.name, place.count, verdict, ", ".join(place.layer.operators), *[""] * 8, said
     for call in place.calls:
-        yield "", "", "", *_cells(call)
-
-
-def _cells(call: ReportedCall) -> tuple[str, ...]:
-    """Return the cells of a call: operator, rows, schedule, time, sequential time with gain, share of the ideal, reason."""
-    gain = f" ({call.sequential_us / call.measured_us:.2f}x)" if call.measured_us and call.sequential_us else ""
-    share = (
-        ""
-        if call.share_of_ideal is None
-        else join([tag("meter", value=f"{min(1.0, call.share_of_ideal):.2f}"), f" {percent(call.share_of_ideal)}"])
-    )
-    predicted = "" if call.predicted_us is None else _us(call.predicted_us)
-    times = _us(call.measured_us), predicted, _us(call.sequential_us) + gain
-    kept = f"{call.kept_bytes / 2**20:,.1f}" if call.kept_bytes else ""
-    return call.op, f"{call.rows:,}", call.spec, *times, share, kept, call.why
-
-
-def _us(us: float | None) -> str:
-    return "not measured" if us is None else f"{us:,.0f}" if us >= 100 else f"{us:.1f}"
+        measured = "not measured" if call.measured_us is None else call.measured_us
+        meter: Cell = None
+        if (share := call.share_of_ideal) is not None:
+            meter = join([tag("meter", value=f"{min(1.0, share):.2f}"), f" {percent(share)}"])
+        times = measured, call.predicted_us, call.sequential_us, call.gain, meter
+        yield "", "", "", call.op, call.rows, call.spec, *times, call.kept_bytes or "", call.why
 
 
 _BY_SPLITS = "by splits"
@@ -217,11 +211,11 @@ class OverlapReport:
             predicted, measured = self.step_us(rows)
             times = [] if predicted is None else [f"{ms(predicted)} ms predicted on {self.machine}"]
             times += [] if measured is None else [f"{ms(measured)} ms measured"]
-            times += [f"{predicted / measured:.2f} of it predicted"] if predicted and measured else []
+            times += [f"{percent(predicted / measured)} of it predicted"] if predicted and measured else []
             if times:
                 yield f"all calls with {rows:,} rows, forward and backward, each once: {', '.join(times)}"
         if self.kept_bytes:
-            yield f"gathered inputs kept for the backward pass: {mib(self.kept_bytes)} of memory on a rank"
+            yield f"gathered inputs kept for the backward pass: {mib(self.kept_bytes)} MiB of memory on a rank"
 
     @property
     def total(self) -> int:

@@ -19,16 +19,25 @@ from weft.core.machine import Machine
 from weft.core.schedule import Schedule
 from weft.planner.simulated import Simulation
 from weft.planner.values import Plan
+from weft.planner.words import count, factor, ms
 from weft.report.charts import Charts, Figure, bars, bars_panel, timeline_panel
 from weft.report.html import Html, html_page, join, json_script, table, tag, text_of
-from weft.report.words import count, judge_plan, ms, percent, reason, sizes
+from weft.report.tables import (
+    Column,
+    ReportTable,
+    losses_table,
+    plans_table,
+    ran_table,
+    simulation_table,
+    speeds_notes,
+    speeds_table,
+    unpredicted_notes,
+)
 from weft.schedules import overlaps
-from weft.tools.results import LayerRun, Run, Speeds
+from weft.tools.results import Run, Speeds
 
 Times = Sequence[tuple[str, Plan | Speeds, float]]
 """For each layer, its name, its times, and the time of the overlapped call in us."""
-HEADS = ("communicating layer", "M × N × K", "schedule")
-TIMES = ("sequential ms", "weft ms", "ideal ms", "share of ideal", "speed-up")
 
 
 def predicted_section(title: str, plans: Sequence[tuple[str, Plan]], charts: Charts, *, ranks: int, tokens: int) -> Html:
@@ -42,25 +51,16 @@ def predicted_section(title: str, plans: Sequence[tuple[str, Plan]], charts: Cha
         "Sequential is the matmul and the collective one after the other. The column weft is the named schedule, which weft's "
         "planner chose unless it was asked for: it overlaps both, or is only faster than sequential, or is sequential itself. "
         "Ideal is the longer of the matmul alone and the collective alone, as if the other one were hidden completely. The "
-        "share of ideal is ideal divided by weft, and the speed-up is sequential divided by weft.",
+        "column of ideal is ideal divided by weft, and the speed-up is sequential divided by weft. M, N and K are those of all "
+        "ranks.",
     )
-    rows = [
-        (name, sizes(plan.problem), plan.chosen.spec, judge_plan(plan), *_times(plan, planned_us))
-        for name, plan, planned_us in times
-    ]
-    caption = f"One call, {count(ranks, 'rank')}, {count(tokens, 'token')}; M, N and K of all ranks"
+    caption = f"One call, {count(ranks, 'rank')}, {count(tokens, 'token')}"
     lines = [
-        timeline_panel(
-            *(f"timeline-predicted-{i}", f"{name}: {plan.chosen.spec}"), plan.spans, _marks(plan), charts, reason(plan)
-        )
+        timeline_panel(*(f"timeline-predicted-{i}", f"{name}: {plan.chosen.spec}"), plan.spans, _marks(plan), charts, plan.why)
         for i, (name, plan) in enumerate(plans)
     ]
-    heads = (*HEADS, "verdict", *TIMES)
-    parts = [*(tag("p", text) for text in texts), _lead(plans), table(caption, heads, rows, words=(0, 2, 3))]
-    parts += [
-        bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts),
-        _how_to_read(),
-    ]
+    chart = bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts)
+    parts = [*(tag("p", text) for text in texts), _lead(plans), table(plans_table(caption, plans, "ms")), chart, _how_to_read()]
     return tag("section", tag("h2", title), *parts, *lines)
 
 
@@ -68,7 +68,7 @@ def _lead(plans: Sequence[tuple[str, Plan]]) -> Html:
     before = sum(plan.sequential_us for _, plan in plans)
     after = sum(plan.chosen.predicted_us for _, plan in plans)
     ideal = sum(plan.ideal_us for _, plan in plans)
-    gain = f"{before / after:.2f} times as fast as" if after else "as fast as"
+    gain = f"{factor(before / after)} as fast as" if after else "as fast as"
     text = (
         f"One call of each layer is predicted to take {ms(before)} ms sequentially and {ms(after)} ms as planned, "
         f"which is {gain} sequential; ideal is {ms(ideal)} ms."
@@ -97,7 +97,9 @@ def ran_section(run: Run, charts: Charts) -> Html:
         for i, s in enumerate(run.layers)
     ]
     read = tag("p", "Each timeline below is one call that was recorded here, drawn as above.")
-    parts = [*_explained(run), _ran_table(run), *(_speeds(run, charts) if run.measured_layers else ()), read]
+    caption = f"{count(run.world_size, 'rank')}, {count(run.tokens, 'token')}, {run.dtype}"
+    ran = table(ran_table(caption, run))
+    parts = [*_explained(run), ran, *(_speeds(run, charts) if run.measured_layers else ()), read]
     return tag("section", tag("h2", title), *parts, *lines)
 
 
@@ -116,10 +118,7 @@ def _explained(run: Run) -> list[Html]:
             "Times of CPUs say nothing about GPUs, so they are not compared: the timelines show the order of the steps. "
             "A copy within one memory is short, hence a thin line.",
         )
-    notes = [
-        f"{s.name}: ran {s.spec}, which was chosen for these ranks; {s.plan.chosen.spec} is predicted."
-        for s in run.unpredicted_layers
-    ]
+    notes = unpredicted_notes(run)
     notes += [
         f"{s.name}: nothing overlaps, since the predicted schedule, {s.spec}, is a sequential one."
         for s in run.layers
@@ -128,39 +127,14 @@ def _explained(run: Run) -> list[Html]:
     return [*(tag("p", text) for text in texts), *(tag("p", text, class_="note") for text in notes)]
 
 
-def _ran_table(run: Run) -> Html:
-    rows = [
-        (s.name, sizes(s.problem), s.spec, "proved", _verdict(s), f"{s.max_error:.2g}", f"{s.tolerance:.2g}")
-        for s in run.layers
-    ]
-    caption = f"{count(run.world_size, 'rank')}, {count(run.tokens, 'token')}, {run.dtype}; M, N and K of all ranks"
-    heads = (*HEADS, "proof", "result", "largest error", "allowed error")
-    return table(caption, heads, rows, words=(0, 2, 3, 4))
-
-
 def _speeds(run: Run, charts: Charts) -> list[Html]:
     """Return the times on GPUs."""
     times = [(layer.name, speeds, speeds.overlapped_us) for layer, speeds in run.measured_layers]
-    notes = []
-    if run.exceeds_ideal:
-        notes.append(
-            "Where the share of ideal is over 100 %, the slower half alone took longer than the overlapped call; times scatter "
-            "by that much, or the schedule's exchange is faster than the collective."
-        )
-    notes += [f"{s.name}: chosen by measurement, ms: {_tried(speeds)}" for s, speeds in run.measured_layers if speeds.tried]
-    caption = "Medians over rounds of the slowest rank; bars below show the same"
-    rows = [(s.name, s.spec, *_times(speeds, speeds.overlapped_us)) for s, speeds in run.measured_layers]
     return [
-        table(caption, (HEADS[0], HEADS[2], *TIMES), rows, words=(0, 1)),
-        *(tag("p", text, class_="note") for text in notes),
+        table(speeds_table(run)),
+        *(tag("p", text, class_="note") for text in speeds_notes(run)),
         bars_panel("bars-measured", "Bars: measured times; the table has the numbers", _bars(times), charts),
     ]
-
-
-def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[str, ...]:
-    gain = f"{times.sequential_us / overlapped_us:.2f} ×" if overlapped_us else "–"
-    found = (times.sequential_us, overlapped_us, times.ideal_us)
-    return (*map(ms, found), percent(times.share_of_ideal), gain)
 
 
 def _bars(times: Times) -> Figure:
@@ -171,15 +145,6 @@ def _bars(times: Times) -> Figure:
 
 def _marks(times: Plan | Speeds) -> dict[str, float]:
     return {"sequential": times.sequential_us, "ideal": times.ideal_us}
-
-
-def _tried(speeds: Speeds) -> str:
-    """Return the time of every candidate in words, the fastest first."""
-    return ", ".join(f"{name} {ms(time)}" for name, time in speeds.candidates_us)
-
-
-def _verdict(layer: LayerRun) -> Html:
-    return tag("span", "right" if layer.ok else "WRONG", class_="right" if layer.ok else "wrong")
 
 
 def write_report(run: Run, folder: Path) -> Path:
@@ -262,7 +227,7 @@ def _introduction(run: Run) -> tuple[str, ...]:
         f"The page shows two things. Section 1 predicts how long each communicating layer takes on {run.machine_words}, "
         "sequentially and with a schedule that overlaps communication and computation. Section 2 shows what ran here: "
         f"{ran}. Every schedule was proved, and every result was compared with the sequential program in float32. "
-        "All times are in milliseconds (ms).",
+        "Times in tables and charts are in milliseconds (ms); the reasons of choices have microseconds (us).",
     )
 
 
@@ -286,52 +251,20 @@ def write_plan_report(
 
 def write_schedule_report(schedule: Schedule, machine: Machine, found: Simulation, folder: Path) -> Path:
     """Write `folder`/index.html, and return its path. Raises ValueError if it cannot be written."""
-    return write_page(schedule_page(schedule, machine, found), folder)
-
-
-def schedule_page(schedule: Schedule, machine: Machine, found: Simulation) -> str:
-    """Return the page as HTML."""
     charts: Charts = {}
-    losses = found.losses
-    marks = {"sequential": found.sequential_us, "ideal": losses.ideal_us}
-    timeline = timeline_panel("timeline", f"{losses.spec} on {machine.name}", found.spans, marks, charts)
-    sections = [
-        _schedule_header(schedule, machine, found),
-        _schedule_times(found),
-        tag("section", tag("h2", "Timeline"), timeline),
-        _numbers(machine),
-    ]
-    return document(f"{losses.spec} simulated", sections, charts)
-
-
-def _schedule_header(schedule: Schedule, machine: Machine, found: Simulation) -> Html:
+    spec = found.losses.spec
+    marks = {"sequential": found.sequential_us, "ideal": found.losses.ideal_us}
+    timeline = timeline_panel("timeline", f"{spec} on {machine.name}", found.spans, marks, charts)
     facts = [("Problem", str(schedule.problem)), ("Machine", machine.description), ("Steps", str(len(found.spans)))]
-    return tag("header", tag("h1", f"{found.losses.spec} simulated"), facts_list(facts))
-
-
-def _schedule_times(found: Simulation) -> Html:
-    losses = found.losses
-    times = [
-        (losses.spec, ms(found.total_us)),
-        ("sequential", ms(found.sequential_us)),
-        ("whole computation alone", ms(losses.computation_us)),
-        ("whole communication alone", ms(losses.communication_us)),
-        ("exposed", ms(losses.exposed_us)),
+    sources = ReportTable(
+        title="Each number of the machine",
+        columns=(Column("number", words=True), Column("from", words=True)),
+        rows=list(machine.sources.items()),
+    )
+    sections = [
+        tag("header", tag("h1", f"{spec} simulated"), facts_list(facts)),
+        tag("section", tag("h2", "Predicted"), table(simulation_table(found)), table(losses_table(found.losses))),
+        tag("section", tag("h2", "Timeline"), timeline),
+        tag("footer", tag("h2", "Sources"), table(sources)),
     ]
-    ratios = [
-        ("decomposition of the matmul", _ratio(losses.gemm_dil)),
-        ("contention of the matmul", _ratio(losses.gemm_cil)),
-        ("decomposition of the communication", _ratio(losses.communication_dil)),
-        ("contention of the communication", _ratio(losses.communication_cil)),
-    ]
-    parts = table("Times", ("", "ms"), times), table("Losses: times over those alone, or whole", ("", "ratio"), ratios)
-    return tag("section", tag("h2", "Predicted"), *parts)
-
-
-def _ratio(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
-def _numbers(machine: Machine) -> Html:
-    rows = list(machine.sources.items())
-    return tag("footer", tag("h2", "Sources"), table("Each number of the machine", ("number", "from"), rows, words=(0, 1)))
+    return write_page(document(f"{spec} simulated", sections, charts), folder)

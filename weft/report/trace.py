@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.span import Span
-from weft.report.charts import lanes_of
+from weft.planner.simulated import lanes_of
 from weft.tools.results import Run
 
 PREDICTED_PID = 1000

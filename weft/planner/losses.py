@@ -1,4 +1,4 @@
-"""Measures where the time of an overlap goes: a schedule's decomposition and contention losses, as in FiCCO (arXiv 2512.10236).
+"""Where the time of an overlap goes: a schedule's decomposition and contention losses, as in FiCCO (arXiv 2512.10236).
 
     DIL   decomposition inefficiency loss: the time of the pieces alone / the time of the whole alone
     CIL   contention inefficiency loss: the time while the other kind runs / the time alone
@@ -6,6 +6,17 @@
 Both exist for the matmul and for the communication, and 1 is no loss. A family's inefficiency signature is how these four grow
 with sizes and chunk counts. The exposed time is what a call takes beyond the longer of its pieces' times alone: head, tail,
 waits, and CIL.
+
+`taxes` has the "three taxes" of arXiv 2511.02168: what a schedule pays for kernels that end before the next ones begin.
+
+    bulk synchrony         how much longer the call takes than its matmul pieces would alone, because they wait for data or
+                           are slowed down. The DIL has the cost of splitting the matmul
+    inter-kernel locality  the data that one step writes to memory and a later step reads: staging buffers, gathered rows,
+                           partial results
+    kernel launches        the time that the call would save if launches were free
+
+Inter-kernel locality is given in bytes, and as the time that the GPU's memory takes for them. The call can save at most that
+time, because memory may work while something else takes longer. The three taxes overlap, so their sum has no meaning.
 
 To simulate one half alone, the same schedule runs on a machine on which the other half costs nothing: copies, stores, flags,
 collectives and the network between nodes, or tiles and memory. So waits and orders stay the same.
@@ -21,10 +32,12 @@ from weft.core.fused_collective import spelled_out
 from weft.core.hardware import AlphaBeta, Tile
 from weft.core.machine import Machine
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.core.schedule import Copy, Push, Reduce, Schedule, steps_of
+from weft.core.schedule import Collective, Copy, Gemm, GroupedGemm, Lookup, Push, Reduce, Schedule, regions, steps_of
+from weft.core.work import region_bytes
 from weft.perf import run
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.values import Candidate, predicted
+from weft.planner.words import count, percent, us
 from weft.schedules import spec
 
 FREE_US, FREE_GBPS, FREE_TFLOPS = 1e-6, 1e9, 1e9
@@ -69,17 +82,25 @@ class Signature:
         return self.total_us / self.ideal_us - 1 if self.ideal_us else 0.0
 
     @property
-    def of_ideal(self) -> str:
-        """The loss as text. Schedules without cuBLAS's or NCCL's calls may take less than the ideal."""
-        return f"{abs(self.loss):.0%} {'over' if self.loss >= 0 else 'under'} the ideal"
-
-    @property
     def exposed_us(self) -> float:
         """The time beyond the longer half of the pieces."""
         return max(0.0, self.total_us - max(self.pieces_us, self.transfers_us))
 
+    @property
+    def losses(self) -> dict[str, float | None]:
+        """The four losses by name."""
+        return {
+            "matmul DIL": self.gemm_dil,
+            "matmul CIL": self.gemm_cil,
+            "communication DIL": self.communication_dil,
+            "communication CIL": self.communication_cil,
+        }
+
     def __str__(self) -> str:
-        return f"{self.problem}: {self.spec} {self.total_us:.0f} us, {self.of_ideal}"
+        # Schedules without cuBLAS's or NCCL's calls may take less than the ideal.
+        ideal = f"{percent(abs(self.loss))} {'over' if self.loss >= 0 else 'under'} the ideal"
+        named = ", ".join(f"{name} {loss:.2f}" for name, loss in self.losses.items() if loss is not None)
+        return f"{self.spec}: {us(self.total_us)} us, {ideal}, {us(self.exposed_us)} us exposed; {named}."
 
 
 def signature(schedule: Schedule, machine: Machine, whole: Candidate | None = None) -> Signature:
@@ -178,3 +199,79 @@ def without_fixed_costs(machine: Machine) -> Machine:
         copies=dataclasses.replace(machine.copies, copy_us=FREE_US),
         network=machine.network and dataclasses.replace(machine.network, step_us=FREE_US),
     )
+
+
+_KERNELS = (Gemm, GroupedGemm, Lookup, Reduce, Push, Collective)
+"""Each of these steps is a kernel, unless it is part of a fused kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taxes:
+    """Taxes has the three taxes of one schedule, each of the rank that pays most. help(weft.planner.losses) explains them.
+
+    spec: the name of the schedule, with its number of chunks.
+    total_us: the time of the call.
+    pieces_us: the time that its matmul pieces take alone.
+    waiting_us: the bulk synchrony.
+    between_bytes: the bytes that kernels write to memory for later kernels, and that these read.
+    between_us: the time that the GPU's memory takes for these bytes.
+    launch_us: the time that the call would save if launches were free.
+    kernels: the number of kernels that a rank launches.
+    """
+
+    spec: str
+    total_us: float
+    pieces_us: float
+    waiting_us: float
+    between_bytes: int
+    between_us: float
+    launch_us: float
+    kernels: int
+
+    def __str__(self) -> str:
+        launching = count(self.kernels, "kernel")
+        return (
+            f"Three taxes of {self.spec}: the call takes {us(self.total_us)} us, {us(self.waiting_us)} us more than its "
+            f"matmul pieces alone ({us(self.pieces_us)} us); kernels pass on {self.between_bytes / 1e6:,.0f} MB through "
+            f"memory, which takes memory {us(self.between_us)} us; without the cost of launching {launching} it "
+            f"would take {us(self.launch_us)} us less."
+        )
+
+
+def taxes(schedule: Schedule, machine: Machine, losses: Signature | None = None) -> Taxes:
+    """Simulate a schedule on a machine, and return its taxes. Raises ValueError as weft.schedule.simulate does.
+
+    losses: the signature of the schedule on this machine, if it is known. Without it, three more simulations are run.
+    """
+    losses = losses or signature(schedule, machine)
+    with_free_launches = run(schedule, dataclasses.replace(machine, launch_us=FREE_US))
+    spelled = spelled_out(schedule).schedule
+    between_bytes = max(_bytes_between_kernels(spelled, rank) for rank in range(len(spelled.ranks)))
+    return Taxes(
+        spec=losses.spec,
+        total_us=losses.total_us,
+        pieces_us=losses.pieces_us,
+        waiting_us=max(0.0, losses.total_us - losses.pieces_us),
+        between_bytes=between_bytes,
+        between_us=between_bytes / (machine.gpu.hbm_gbps * 1e3),
+        launch_us=max(0.0, losses.total_us - with_free_launches.total_us),
+        kernels=max(_count_kernels(schedule, rank) for rank in range(len(schedule.ranks))),
+    )
+
+
+def _count_kernels(schedule: Schedule, rank: int) -> int:
+    """Return the number of kernels that a rank launches. A fused kernel, which runs several steps, counts as one."""
+    spelled = spelled_out(schedule)
+    launched = 0
+    for lane in spelled.schedule.ranks[rank]:
+        fused = spelled.of_lane(rank, lane.name)
+        inside = {at for low, high in fused for at in range(low, high)}
+        launched += len(fused) + sum(isinstance(step, _KERNELS) and at not in inside for at, step in enumerate(lane.steps))
+    return launched
+
+
+def _bytes_between_kernels(schedule: Schedule, rank: int) -> int:
+    """Return the bytes that all ranks write to and read from a rank's intermediate buffers."""
+    accessed = (one for lanes in schedule.ranks for lane in lanes for step in lane.steps for one in regions(step))
+    intermediate = (one for one in accessed if one.rank == rank and schedule.buffer[one.buffer].kind in ("symmetric", "local"))
+    return sum(region_bytes(schedule, one) for one in intermediate)

@@ -1,0 +1,198 @@
+"""The tables of commands and pages, as values: `weft.cli.output` prints one in a terminal, `weft.report.html` on a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from weft.planner.words import factor, mib, ms, percent, sizes, us
+
+if TYPE_CHECKING:
+    from weft.planner.losses import Signature
+    from weft.planner.simulated import LaneUse, Simulation
+    from weft.planner.values import Plan
+    from weft.tools.results import Run, Speeds
+
+UNITS: Mapping[str, Callable[[float], str]] = {
+    "us": us,
+    "ms": ms,
+    "%": percent,
+    "x": factor,
+    "MiB": mib,
+    "ratio": lambda value: f"{value:.2f}",
+    "error": lambda value: f"{value:.2g}",
+}
+"""The function that formats the numbers of a column, by the column's unit. Times are given in us, and sizes in bytes."""
+NOTHING = "-"
+"""The text of a number that is not known."""
+
+
+class Judged(NamedTuple):
+    """Judged is a cell that says whether something is right. Terminals and pages colour it."""
+
+    text: str
+    right: bool
+
+
+Cell = str | float | None | Judged
+
+
+class Column(NamedTuple):
+    """Column describes a column of a table.
+
+    name: the heading. unit: one of UNITS, or any other if the cells are text. words: the cells are words, aligned to the left.
+    """
+
+    name: str
+    unit: str = ""
+    words: bool = False
+
+    @property
+    def head(self) -> str:
+        shown = "" if self.unit in ("%", "x", "ratio", "error") else self.unit
+        return f"{self.name} {shown}".strip()
+
+    def text(self, cell: Cell) -> str:
+        if isinstance(cell, Judged):
+            return cell.text
+        if isinstance(cell, str):
+            return cell
+        if cell is None:
+            return NOTHING
+        return UNITS[self.unit](cell) if self.unit in UNITS else f"{cell:,}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportTable:
+    """ReportTable is a title, columns, and rows of cells. The first cell of a row names the row."""
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+
+
+LAYER, SCHEDULE, SIZES = Column("layer", words=True), Column("schedule", words=True), Column("M x N x K", words=True)
+
+
+def _time_columns(unit: str) -> tuple[Column, ...]:
+    times = (Column(name, unit) for name in ("sequential", "weft", "ideal"))
+    return (Column("speed-up", "x"), *times, Column("of ideal", "%"))
+
+
+def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[Cell, ...]:
+    gain = times.sequential_us / overlapped_us if overlapped_us else None
+    return gain, times.sequential_us, overlapped_us, times.ideal_us, times.share_of_ideal
+
+
+def plans_table(title: str, plans: Iterable[tuple[str, Plan]], unit: str, *, short: bool = False) -> ReportTable:
+    """Return a row for each layer with its schedule and its predicted times. unit: us or ms. short: without sizes and the share
+    of the ideal, so that it fits a terminal of 80 columns."""
+    columns = (LAYER, SCHEDULE, Column("verdict", words=True), *_time_columns(unit), SIZES)
+    rows = [
+        (layer, plan.chosen.spec, plan.verdict, *_times(plan, plan.chosen.predicted_us), sizes(plan.problem))
+        for layer, plan in plans
+    ]
+    shown = len(columns) - 2 * short
+    return ReportTable(title=title, columns=columns[:shown], rows=[row[:shown] for row in rows])
+
+
+def ran_table(title: str, run: Run) -> ReportTable:
+    """Return a row for each layer that was proved, run and checked."""
+    return ReportTable(
+        title=title,
+        columns=(
+            *(LAYER, SCHEDULE, Column("proof", words=True), Column("result", words=True)),
+            *(Column("largest error", "error"), Column("allowed error", "error"), SIZES),
+        ),
+        rows=[
+            (
+                *(layer.name, layer.spec, "proved", Judged("right" if layer.ok else "WRONG", layer.ok)),
+                *(layer.max_error, layer.tolerance, sizes(layer.problem)),
+            )
+            for layer in run.layers
+        ],
+    )
+
+
+def speeds_table(run: Run) -> ReportTable:
+    """Return a row for each layer that was timed on GPUs, with the predicted time for the named machine."""
+    return ReportTable(
+        title=f"Measured: medians of the slowest rank. {run.machine} is the prediction, for {run.machine_ranks} ranks and "
+        f"{run.machine_tokens:,} tokens",
+        columns=(LAYER, SCHEDULE, *_time_columns("ms"), Column(run.machine, "ms")),
+        rows=[
+            (layer.name, layer.spec, *_times(speeds, speeds.overlapped_us), layer.plan.chosen.predicted_us)
+            for layer, speeds in run.measured_layers
+        ],
+    )
+
+
+def speeds_notes(run: Run) -> list[str]:
+    """Return the sentences below the table of speeds."""
+    notes = []
+    if run.exceeds_ideal:
+        notes.append(
+            "Over 100% of ideal: the slower half alone took longer than the overlapped call; times scatter by that much, or "
+            "the schedule's exchange is faster than the collective."
+        )
+    for layer, speeds in run.measured_layers:
+        if speeds.tried:
+            tried = ", ".join(f"{spec} {ms(time_us)}" for spec, time_us in speeds.candidates_us)
+            notes.append(f"{layer.name}: chosen by measurement; ms of each schedule that was tried: {tried}")
+    return notes
+
+
+def unpredicted_notes(run: Run) -> list[str]:
+    """Return a sentence for each layer that ran another schedule than the predicted one."""
+    return [
+        f"{layer.name} ran {layer.spec}, which was chosen for these ranks; {layer.plan.chosen.spec} is predicted."
+        for layer in run.unpredicted_layers
+    ]
+
+
+def simulation_table(found: Simulation) -> ReportTable:
+    """Return the times of a simulated schedule next to the sequential program's."""
+    losses = found.losses
+    times = {
+        losses.spec: found.total_us,
+        "sequential": found.sequential_us,
+        "whole computation alone": losses.computation_us,
+        "whole communication alone": losses.communication_us,
+        "exposed": losses.exposed_us,
+    }
+    rows = [(name, us, us / found.sequential_us if found.sequential_us else None) for name, us in times.items()]
+    return ReportTable(
+        title="Times", columns=(Column("", words=True), Column("", "ms"), Column("of sequential", "%")), rows=rows
+    )
+
+
+def losses_table(losses: Signature) -> ReportTable:
+    """Return a row with each loss of a schedule."""
+    return ReportTable(
+        title="Losses. DIL, decomposition: pieces alone over the whole alone; CIL, contention: concurrent over alone",
+        columns=(Column("loss", words=True), Column("ratio", "ratio")),
+        rows=list(losses.losses.items()),
+    )
+
+
+def lanes_table(title: str, lanes: Iterable[LaneUse], total_us: float) -> ReportTable:
+    """Return a row for each lane: how long it worked and waited in a call of total_us."""
+    columns = (
+        Column("lane", words=True),
+        Column("steps"),
+        Column("busy", "ms"),
+        Column("waiting", "ms"),
+        Column("busy share", "%"),
+    )
+    rows = [
+        (
+            f"rank {each.rank} {each.lane}",
+            each.steps,
+            each.busy_us,
+            each.waiting_us,
+            each.busy_us / total_us if total_us else None,
+        )
+        for each in lanes
+    ]
+    return ReportTable(title=title, columns=columns, rows=rows)
