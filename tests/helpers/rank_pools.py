@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import os
 import warnings
 from collections import OrderedDict
@@ -99,6 +102,35 @@ def interpreting(world_size: int) -> Pool:
     """Ranks whose kernels are interpreted."""
     pytest.importorskip("triton", reason="Triton is not installed")
     return POOLS.get(world_size, INTERPRETED)
+
+
+def on_ranks(*sizes: int, interpreted: bool = False, pool: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The decorated test runs on every rank, and once with each number of ranks. Its arguments, which are values of parametrize
+    or of fixtures, are pickled.
+
+    interpreted: the ranks interpret weft's kernels. pool: the fixture whose ranks they are, in place of sizes.
+    """
+
+    def on_each_rank(work: Callable[..., None]) -> Callable[..., None]:
+        def test(request: pytest.FixtureRequest, **given: Any) -> None:
+            if pool:
+                ranks = given.pop(pool)
+            else:
+                size = given.pop("world_size") if len(sizes) > 1 else sizes[0]
+                ranks = interpreting(size) if interpreted else request.getfixturevalue("ranks")(size)
+            ranks.run(_on_this_rank, work.__module__, work.__name__, given)
+
+        names = ["request", *["world_size"] * (len(sizes) > 1), *[pool] * bool(pool), *inspect.signature(work).parameters]
+        made: Any = functools.update_wrapper(test, work)
+        made.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+        made.pytestmark = [*getattr(work, "pytestmark", ()), pytest.mark.ranks.mark]
+        return pytest.mark.parametrize("world_size", sizes)(made) if len(sizes) > 1 else made  # type: ignore[no-any-return]
+
+    return on_each_rank
+
+
+def _on_this_rank(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
 
 
 def shared_ranks(sizes: Sizes, environment: Mapping[str, str], *, slow: Sequence[int] = ()) -> Callable[..., object]:

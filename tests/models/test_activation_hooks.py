@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import RankFixture
 from model_work import SCHEDULE, assert_close, mesh, sharded, text, tiny, trained
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
@@ -78,7 +79,8 @@ def test_hooks_see_what_modules_are_called_with(ranks: RankFixture) -> None:
         assert "all_gather_matmul M=22" in report
 
 
-def _changed() -> None:
+@on_ranks(2)
+def test_hooks_may_change_what_a_linear_is_called_with() -> None:
     """A hook that changes the input of one linear, and a forward that is put on a block afterwards, train as in one process."""
     alone = tiny("llama")
     model = sharded(alone, few_tokens=0)
@@ -88,10 +90,6 @@ def _changed() -> None:
         forward = mlp.forward
         mlp.forward = lambda x, forward=forward: forward(x.tanh())
     assert_close(trained(model, (9, 8)), trained(alone, (9, 8)))
-
-
-def test_hooks_may_change_what_a_linear_is_called_with(ranks: RankFixture) -> None:
-    ranks(2).run(_changed)
 
 
 def _warned() -> list[str]:
@@ -124,7 +122,8 @@ class Pair(nn.Module):
         return torch.cat([self.a(x), self.b(x)], -1)
 
 
-def _of_a_style() -> None:
+@on_ranks(2)
+def test_hooks_on_linears_of_shared_input_see_all_rows() -> None:
     """Linears of weft.SharedInput, sharded along the first dimension."""
     torch.manual_seed(0)
     alone = Pair()
@@ -138,7 +137,3 @@ def _of_a_style() -> None:
     assert_close(seen[0], x)
     whole = alone.a(x), alone.b(x)
     assert_close(out, torch.cat([each.chunk(2, -1)[rank] for each in whole], -1))
-
-
-def test_hooks_on_linears_of_shared_input_see_all_rows(ranks: RankFixture) -> None:
-    ranks(2).run(_of_a_style)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from torch import nn
 
 import weft
@@ -18,24 +19,18 @@ import weft
 pytestmark = pytest.mark.ranks
 
 
-def _found(kind: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["GATHERS", "SCATTERS"])
+def test_patterns_are_found_and_give_the_same_numbers(kind: str) -> None:
     for case in getattr(inductor_work, kind):
         inductor_work.check(case)
 
 
-@pytest.mark.parametrize("kind", ["GATHERS", "SCATTERS"])
-def test_patterns_are_found_and_give_the_same_numbers(ranks: RankFixture, kind: str) -> None:
-    ranks(2).run(_found, kind)
-
-
-def _biases() -> None:
+@on_ranks(2)
+def test_biases_that_ranks_add_parts_of() -> None:
+    """The same on all of them or not."""
     for case in inductor_work.BIASES:
         inductor_work.check(case, reduces=1)
-
-
-def test_biases_that_ranks_add_parts_of(ranks: RankFixture) -> None:
-    """The same on all of them or not."""
-    ranks(2).run(_biases)
 
 
 def _alone() -> list[tuple[str, str, list[str]]]:
@@ -124,7 +119,8 @@ def test_a_model_whose_activations_are_whole(ranks: RankFixture) -> None:
         assert reports[1] == "down: matmul_all_reduce; its bias is the mean of all ranks', a reduction more"
 
 
-def _inductor() -> None:
+@on_ranks(2)
+def test_with_inductor() -> None:
     """Matmuls and collectives alone: Inductor writes no kernel, which would take a compiler half a minute. The second turn has
     graphs from the cache."""
     torch.manual_seed(dist.get_rank())
@@ -151,10 +147,6 @@ def _inductor() -> None:
             if turn == 0:
                 found = [layer.operators for layer in overlap.layers]
                 assert found[:2] == [("all_gather_matmul",), ("matmul_reduce_scatter",)]
-
-
-def test_with_inductor(ranks: RankFixture) -> None:
-    ranks(2).run(_inductor)
 
 
 def _moved() -> list[str]:

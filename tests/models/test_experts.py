@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -149,7 +150,8 @@ def test_as_on_one_rank(ranks: RankFixture, kind: str) -> None:
     assert reports == [["experts: all_to_all_matmul, matmul_all_to_all; 4 experts"]] * 2
 
 
-def _empty() -> None:
+@on_ranks(3)
+def test_experts_without_rows() -> None:
     """All tokens of all ranks go to two experts, on one rank, through the middle of several."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -168,11 +170,8 @@ def _empty() -> None:
     assert grads[2].any()
 
 
-def test_experts_without_rows(ranks: RankFixture) -> None:
-    ranks(3).run(_empty)
-
-
-def _under_autocast() -> None:
+@on_ranks(2)
+def test_under_autocast() -> None:
     """Weights in float32 are multiplied as one rank's are, and their gradients are float32."""
     torch.manual_seed(0)
     alone = MoE(HIDDEN, WIDTH, EXPERTS)
@@ -188,11 +187,8 @@ def _under_autocast() -> None:
     assert shared.experts.gate_up_proj.grad.dtype == torch.float32
 
 
-def test_under_autocast(ranks: RankFixture) -> None:
-    ranks(2).run(_under_autocast)
-
-
-def _compiled() -> None:
+@on_ranks(2)
+def test_compiles_as_one_graph() -> None:
     torch.manual_seed(0)
     shared = MoE(HIDDEN, WIDTH, EXPERTS)
     parallelize_module(shared, dist.init_device_mesh("cpu", (2,)), weft.ExpertParallel())
@@ -206,10 +202,6 @@ def _compiled() -> None:
         grads.append([p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in shared.parameters()])
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_compiles_as_one_graph(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)
 
 
 def _frozen() -> list[tuple[str, bool]]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from model_work import assert_close, whole
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -35,7 +36,8 @@ class Layer(nn.Module):
         return x + self.moe(self.first(x))
 
 
-def _trained() -> None:
+@on_ranks(4)
+def test_experts_of_the_mean_of_losses_are_trained_as_in_one_process() -> None:
     """Two steps on a mesh of 2 x 2 (dp, ep), where every rank has other tokens."""
     grid = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
@@ -58,10 +60,6 @@ def _trained() -> None:
         for step in steps:
             step.step()
     assert_close({name: whole(p) for name, p in model.named_parameters()}, dict(alone.named_parameters()))
-
-
-def test_experts_of_the_mean_of_losses_are_trained_as_in_one_process(ranks: RankFixture) -> None:
-    ranks(4).run(_trained)
 
 
 def _said(wrap: Callable[[DeviceMesh, nn.Module], nn.Module], *, compiled: bool = False, **settings: Any) -> str:

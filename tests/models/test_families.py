@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import RankFixture
 from model_work import SIZES, assert_close, mesh, sharded, text, trained, written
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -91,14 +92,11 @@ def test_a_saved_model_is_the_model_alone(ranks: RankFixture, kind: str, tmp_pat
     ranks(2).run(_saved, kind, str(tmp_path))
 
 
-def _refused() -> None:
+@on_ranks(2)
+def test_what_a_family_does_not_have_is_refused_by_name() -> None:
     model = tiny("gpt_oss")
     with pytest.raises(ValueError, match=r"experts refuses model.layers.0.mlp: .* biases"):
         weft.parallelize(model, mesh(), experts=weft.ExpertParallel())
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
     with pytest.raises(ValueError, match="num_attention_heads is 3"):
         sharded(tiny("gpt_oss", num_attention_heads=3, num_key_value_heads=3))
-
-
-def test_what_a_family_does_not_have_is_refused_by_name(ranks: RankFixture) -> None:
-    ranks(2).run(_refused)

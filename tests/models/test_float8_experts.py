@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from float8 import E4M3, dequantised, quantise
-from rank_pools import interpreted_ranks, interpreting
+from rank_pools import interpreted_ranks, on_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -101,7 +101,8 @@ def test_kernels_interpreted(interpreted: Ranks) -> None:
     interpreted.run(_compare, torch.float16, 1e-2, (5,))
 
 
-def _quantised_alike() -> None:
+@on_ranks(1, interpreted=True)
+def test_rows_are_quantised_alike() -> None:
     """Kernels and torch's operations give the same bits."""
     from weft.ops import experts
 
@@ -115,11 +116,6 @@ def _quantised_alike() -> None:
         there = 4 if counts is None else 3  # without the row of a NaN, which the interpreter does not convert
         assert torch.equal(by_kernels.scales[:there], by_torch.scales[:there])
         assert torch.equal(by_kernels.elements[:there].float(), by_torch.elements[:there].float())
-
-
-@pytest.mark.ranks
-def test_rows_are_quantised_alike() -> None:
-    interpreting(1).run(_quantised_alike)
 
 
 def test_quantised_as_others_do() -> None:
@@ -136,7 +132,8 @@ def test_quantised_as_others_do() -> None:
     assert zeros.scales.all()
 
 
-def _changed() -> None:
+@on_ranks(2)
+def test_changed_weights() -> None:
     """Weights that change are quantised anew."""
     alone, shared = _layer(torch.float32)
     x, index, weights = _tokens(torch.float32, 5)
@@ -149,12 +146,8 @@ def _changed() -> None:
         torch.testing.assert_close(shared(x, index, weights), -2 * before)
 
 
-@pytest.mark.ranks
-def test_changed_weights(ranks: RankFixture) -> None:
-    ranks(2).run(_changed)
-
-
-def _mistakes() -> None:
+@on_ranks(2)
+def test_mistakes() -> None:
     _, shared = _layer(torch.float32)
     x, index, weights = _tokens(torch.float32, 5)
     with pytest.raises(ValueError, match="has no gradients, and some are asked for: call the model under"):
@@ -173,19 +166,10 @@ def _mistakes() -> None:
         narrow(torch.randn(5, 64), index, weights)
 
 
-@pytest.mark.ranks
-def test_mistakes(ranks: RankFixture) -> None:
-    ranks(2).run(_mistakes)
-
-
-def _compiled() -> None:
+@on_ranks(2)
+def test_torch_compile() -> None:
     _, shared = _layer(torch.float32)
     x, index, weights = _tokens(torch.float32, 5)
     with torch.no_grad():
         wanted = shared(x, index, weights)
         assert torch.equal(torch.compile(shared, backend="aot_eager")(x, index, weights), wanted)
-
-
-@pytest.mark.ranks
-def test_torch_compile(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from rank_work import here
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -206,7 +207,8 @@ def test_training_is_as_with_torchaos_styles(ranks: RankFixture) -> None:
     torch.testing.assert_close(found, wanted, rtol=0.03, atol=0)
 
 
-def _saved() -> None:
+@on_ranks(2)
+def test_checkpoints_go_both_ways() -> None:
     """Checkpoints are those of the model in high precision: they load into it, and back."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
@@ -223,11 +225,9 @@ def _saved() -> None:
         assert torch.equal(whole(parameter), 2 * model_of().get_parameter(name)), name
 
 
-def test_checkpoints_go_both_ways(ranks: RankFixture) -> None:
-    ranks(2).run(_saved)
-
-
-def _fully_sharded(precomputed: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_fsdp_gathers_weights_in_fp8(precomputed: bool) -> None:
     """FSDP gathers the weights in FP8 over one dimension of a mesh, and weft's operators use them over the other one."""
     from torch.distributed.fsdp import fully_shard
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -260,12 +260,9 @@ def _fully_sharded(precomputed: bool) -> None:
     assert seen == ["Float8TrainingTensor"] * 3
 
 
-@pytest.mark.parametrize("precomputed", [False, True])
-def test_fsdp_gathers_weights_in_fp8(ranks: RankFixture, precomputed: bool) -> None:
-    ranks(4).run(_fully_sharded, precomputed)
-
-
-def _compiled(recipe: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_compile(recipe: str) -> None:
     model = parallelize_module(model_of(recipe), mesh(), plan(Shard(1), shared=True, keep=True))
     x = torch.randn(3, TOKENS // 2, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     wanted = model(x)
@@ -280,12 +277,8 @@ def _compiled(recipe: str) -> None:
         assert distance(whole(parameter.grad), grads[name]) < 0.06, name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_torch_compile(ranks: RankFixture, recipe: str) -> None:
-    ranks(2).run(_compiled, recipe)
-
-
-def _in_bfloat16() -> None:
+@on_ranks(2)
+def test_autocast_and_checkpoints() -> None:
     """Under autocast, and recomputed in the backward."""
     model, exact = parallelize_module(model_of("rowwise"), mesh(), plan(Shard(1), shared=True, keep=True)), model_of()
     x = torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -300,11 +293,8 @@ def _in_bfloat16() -> None:
         assert distance(whole(parameter.grad), exact.inner.get_parameter(name).grad) < 0.1, name
 
 
-def test_autocast_and_checkpoints(ranks: RankFixture) -> None:
-    ranks(2).run(_in_bfloat16)
-
-
-def _llama() -> None:
+@on_ranks(2)
+def test_a_decoder() -> None:
     """weft.parallelize shards converted linears as it does others."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -326,11 +316,8 @@ def _llama() -> None:
         as_close(grads[2][name], grads[1][name], exact, name)
 
 
-def test_a_decoder(ranks: RankFixture) -> None:
-    ranks(2).run(_llama)
-
-
-def _mistakes() -> None:
+@on_ranks(2)
+def test_mistakes_are_named() -> None:
     from torchao.float8 import CastConfig, ScalingType
 
     e4, e5 = (CastConfig(target_dtype=dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
@@ -357,10 +344,6 @@ def _mistakes() -> None:
         model(torch.randn(1, 9, WIDTH))
     with torch.no_grad():
         assert model(torch.randn(1, 9, WIDTH)).shape == (1, 9, WIDTH)
-
-
-def test_mistakes_are_named(ranks: RankFixture) -> None:
-    ranks(2).run(_mistakes)
 
 
 def _compiled_torchaos() -> tuple[list[str], list[str]]:

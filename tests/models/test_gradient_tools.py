@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from model_work import assert_close, mesh, text, tiny, whole
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torchs
@@ -101,7 +102,8 @@ def test_no_rank_skips_a_step_alone_on_a_mesh_of_two_dimensions(ranks: RankFixtu
     assert all(map(all, ranks(4).run(_overflows_in_two_dimensions)[0]))
 
 
-def _clipped() -> None:
+@on_ranks(2, 3)
+def test_gradients_are_clipped_as_in_one_process() -> None:
     """Clipped gradients and their norm are those of one process, and of torch's styles."""
     size, rank = dist.get_world_size(), dist.get_rank()
     x = torch.randn(2, 2 * size, 8, generator=torch.Generator().manual_seed(1))
@@ -115,11 +117,6 @@ def _clipped() -> None:
             found.append((whole(norm), [whole(each.grad) for each in model.parameters()]))
         assert_close(found[2], found[0])
         assert_close(found[1], found[0])
-
-
-def test_gradients_are_clipped_as_in_one_process(ranks: RankFixture) -> None:
-    for world_size in (2, 3):
-        ranks(world_size).run(_clipped)
 
 
 def _linears() -> Any:

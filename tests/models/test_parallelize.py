@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import RankFixture
 from model_work import Adapter, as_alone, assert_close, mesh, sharded, text, tiny, trained, whole, written
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
@@ -79,7 +80,8 @@ def test_forwards_that_were_put_on_modules_themselves_run(ranks: RankFixture) ->
     assert layers["lm_head"] == f"sequential; runs whole on every rank: {why}"
 
 
-def _some_calls_of_few_tokens() -> None:
+@on_ranks(2)
+def test_a_call_of_few_tokens_keeps_them_whole() -> None:
     """Calls on both sides of few_tokens, in training too, give one process' results; so do other ways to generate."""
     alone = tiny("qwen3")
     model = sharded(alone, few_tokens=18)
@@ -92,10 +94,6 @@ def _some_calls_of_few_tokens() -> None:
     assert "matmul_reduce_scatter M=18" not in ran
 
 
-def test_a_call_of_few_tokens_keeps_them_whole(ranks: RankFixture) -> None:
-    ranks(2).run(_some_calls_of_few_tokens)
-
-
 def _whole_blocks() -> list[str]:
     reports = [as_alone("mixtral", {}), as_alone("llama", {"num_key_value_heads": 1})]
     alone = tiny("llama")
@@ -105,7 +103,8 @@ def _whole_blocks() -> list[str]:
     return [*reports, str(weft.overlap_report(model))]
 
 
-def _first_layers() -> None:
+@on_ranks(2)
+def test_a_model_may_run_its_first_layers_alone() -> None:
     """Fewer layers run than there are, since the configuration says so, or a draft exits early: the same numbers."""
     alone = tiny("llama", num_hidden_layers=3)
     model = sharded(alone, few_tokens=0)
@@ -119,11 +118,12 @@ def _first_layers() -> None:
         assert_close(trained(model, (8, 11)), trained(alone, (8, 11)))
 
 
-def test_a_model_may_run_its_first_layers_alone(ranks: RankFixture) -> None:
-    ranks(2).run(_first_layers)
+def _fail(*_: Any) -> None:
+    raise KeyError
 
 
-def _norm_alone() -> None:
+@on_ranks(2)
+def test_the_final_norm_gathers_once_a_forward() -> None:
     """The final norm takes what it is given as whole once a forward has gathered: after a prefill, after a forward without
     layers, after a backward that has recomputed them, and after a call that failed."""
     alone = tiny("llama")
@@ -153,14 +153,6 @@ def _norm_alone() -> None:
         each.config.num_hidden_layers = 0
     with torch.no_grad():
         assert_close(model(text(2, 7)).logits, alone(text(2, 7)).logits)
-
-
-def _fail(*_: Any) -> None:
-    raise KeyError
-
-
-def test_the_final_norm_gathers_once_a_forward(ranks: RankFixture) -> None:
-    ranks(2).run(_norm_alone)
 
 
 def _adapted() -> list[str]:
@@ -304,7 +296,9 @@ def test_the_report_as_a_page(ranks: RankFixture) -> None:
         assert "<script" not in page
 
 
-def _checkpointed_and_compiled() -> None:
+@on_ranks(2)
+@pytest.mark.slow
+def test_checkpointed_and_compiled() -> None:
     """Activation checkpoints recompute after a call of another length, and a whole decoder; torch.compile sees whole layers."""
     alone = tiny("llama").train()
     model = sharded(alone, few_tokens=0)
@@ -325,12 +319,9 @@ def _checkpointed_and_compiled() -> None:
     assert_close(model(input_ids=text(2, 9)).logits, alone(input_ids=text(2, 9)).logits)
 
 
+@on_ranks(4)
 @pytest.mark.slow
-def test_checkpointed_and_compiled(ranks: RankFixture) -> None:
-    ranks(2).run(_checkpointed_and_compiled)
-
-
-def _two_dimensions() -> None:
+def test_with_fsdp_on_a_mesh_of_two_dimensions() -> None:
     """FSDP2 over two replicas of a model over two ranks: two steps, as one process has them."""
     from torch.distributed.fsdp import fully_shard
 
@@ -351,11 +342,6 @@ def _two_dimensions() -> None:
             step.step()
             step.zero_grad()
     assert_close({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
-
-
-@pytest.mark.slow
-def test_with_fsdp_on_a_mesh_of_two_dimensions(ranks: RankFixture) -> None:
-    ranks(4).run(_two_dimensions)
 
 
 class Around(nn.Module):

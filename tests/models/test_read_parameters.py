@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import RankFixture
 from model_work import assert_close, sharded, text, tiny, trained
+from rank_pools import on_ranks
 from torch import nn
 
 import weft
@@ -152,7 +153,8 @@ def test_what_takes_a_sharded_linears_place_is_refused_by_name(ranks: RankFixtur
         ]
 
 
-def _quantised_before() -> None:
+@on_ranks(2)
+def test_a_quantised_block_runs_whole() -> None:
     """torch's own int8 linears in one block, the rest sharded."""
     alone = tiny("llama", hidden_size=64, intermediate_size=64).eval()
     engine = torch.backends.quantized.supported_engines
@@ -162,7 +164,3 @@ def _quantised_before() -> None:
     model = sharded(alone, few_tokens=0)
     with torch.no_grad():
         torch.testing.assert_close(model(text(2, 9)).logits, alone(text(2, 9)).logits, rtol=1e-2, atol=1e-2)
-
-
-def test_a_quantised_block_runs_whole(ranks: RankFixture) -> None:
-    ranks(2).run(_quantised_before)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from test_styles import Block, Inner, Tensor, assert_close, drawn, gradients, mesh, mine, wefts, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -103,7 +104,8 @@ def test_copies_of_the_input_are_found_out_once(ranks: RankFixture) -> None:
     assert ranks(2).run(_three_sequences)[0] == [2, 0, 0, 0]
 
 
-def _one_node() -> None:
+@on_ranks(2)
+def test_a_call_and_its_weights_are_one_node_of_autograd() -> None:
     alone, model = pair()
     kinds = [len(one._calls) for one in repeated_of(model)]
     assert kinds == [1] * len(kinds)
@@ -132,20 +134,6 @@ def _one_node() -> None:
     same(alone, model)
 
 
-def test_a_call_and_its_weights_are_one_node_of_autograd(ranks: RankFixture) -> None:
-    ranks(2).run(_one_node)
-
-
-def _replaced(change: Callable[[nn.Linear, nn.Linear], None]) -> None:
-    alone, model = pair()
-    for one, sharded in zip(linears_of(alone), linears_of(model), strict=True):
-        change(one, sharded)
-    with torch.no_grad():
-        assert_close(model(mine(INPUT)), mine(alone(INPUT)))
-    same(alone, model)
-    same(alone, model)
-
-
 def _new_values(alone: nn.Linear, sharded: nn.Linear) -> None:
     """As an optimizer does."""
     with torch.no_grad():
@@ -163,14 +151,21 @@ def _frozen(alone: nn.Linear, sharded: nn.Linear) -> None:
     sharded.weight.requires_grad_(False)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("change", [_new_values, _new_parameter, _frozen])
-def test_a_replaced_weight_is_the_one_that_is_multiplied(
-    ranks: RankFixture, change: Callable[[nn.Linear, nn.Linear], None]
-) -> None:
-    ranks(2).run(_replaced, change)
+def test_a_replaced_weight_is_the_one_that_is_multiplied(change: Callable[[nn.Linear, nn.Linear], None]) -> None:
+    alone, model = pair()
+    for one, sharded in zip(linears_of(alone), linears_of(model), strict=True):
+        change(one, sharded)
+    with torch.no_grad():
+        assert_close(model(mine(INPUT)), mine(alone(INPUT)))
+    same(alone, model)
+    same(alone, model)
 
 
-def _converted() -> None:
+@on_ranks(2)
+def test_a_converted_model_multiplies_what_it_has_now() -> None:
+    """`module.to` gives the same parameters other memory."""
     alone, model = pair()
     for one in (alone, model):
         one.double().float()
@@ -181,12 +176,8 @@ def _converted() -> None:
     same(alone, model)
 
 
-def test_a_converted_model_multiplies_what_it_has_now(ranks: RankFixture) -> None:
-    """`module.to` gives the same parameters other memory."""
-    ranks(2).run(_converted)
-
-
-def _gradients_of_gradients() -> None:
+@on_ranks(2)
+def test_weights_have_second_derivatives() -> None:
     alone, model = pair()
     found = []
     for one, x in ((alone, INPUT), (model, mine(INPUT))):
@@ -200,11 +191,8 @@ def _gradients_of_gradients() -> None:
         torch.testing.assert_close(given, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_weights_have_second_derivatives(ranks: RankFixture) -> None:
-    ranks(2).run(_gradients_of_gradients)
-
-
-def _observed_parameters() -> None:
+@on_ranks(2)
+def test_hooks_of_weights_see_dtensors() -> None:
     _, model = pair()
     seen: list[Any] = []
     for linear in linears_of(model):
@@ -222,11 +210,8 @@ def _observed_parameters() -> None:
     assert isinstance(grad, DTensor)
 
 
-def test_hooks_of_weights_see_dtensors(ranks: RankFixture) -> None:
-    ranks(2).run(_observed_parameters)
-
-
-def _copied() -> None:
+@on_ranks(2)
+def test_a_copy_multiplies_its_own_weights() -> None:
     alone, model = pair()
     twin = copy.deepcopy(model)
     assert [one._calls for one in repeated_of(twin)] == [{}] * len(repeated_of(model))
@@ -237,11 +222,8 @@ def _copied() -> None:
     assert all(linear.weight.grad is not None for linear in linears_of(model)), "those of its own last step"
 
 
-def test_a_copy_multiplies_its_own_weights(ranks: RankFixture) -> None:
-    ranks(2).run(_copied)
-
-
-def _forgotten() -> None:
+@on_ranks(2)
+def test_a_call_that_was_forgotten_is_made_anew() -> None:
     alone, model = pair()
     GROUPS.remembered.clear()
     same(alone, model)
@@ -252,10 +234,6 @@ def _forgotten() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(model(mine(INPUT)), mine(expected), rtol=0.1, atol=0.1)
     same(alone, model)
-
-
-def test_a_call_that_was_forgotten_is_made_anew(ranks: RankFixture) -> None:
-    ranks(2).run(_forgotten)
 
 
 def _group() -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -182,7 +183,11 @@ def test_every_layout_is_as_torchs(ranks: RankFixture) -> None:
     assert any(line.startswith(odd) for line in lines)
 
 
-def _uneven() -> None:
+@on_ranks(3)
+@pytest.mark.skipif(
+    TORCH < (2, 13), reason="torch 2.11's own styles refuse such tokens on CPUs: their linear takes a view of them"
+)
+def test_tokens_that_ranks_do_not_divide() -> None:
     """DTensors whose tokens ranks do not divide, or of which some ranks have none, through both styles: as torch's."""
     here = mesh()
     for tokens in (5, 1):
@@ -198,13 +203,6 @@ def _uneven() -> None:
             out.full_tensor().square().sum().backward()
             found.append((out.full_tensor().detach(), x.grad.full_tensor(), gradients(model)))
         assert_close(found[1], found[0])
-
-
-@pytest.mark.skipif(
-    TORCH < (2, 13), reason="torch 2.11's own styles refuse such tokens on CPUs: their linear takes a view of them"
-)
-def test_tokens_that_ranks_do_not_divide(ranks: RankFixture) -> None:
-    ranks(3).run(_uneven)
 
 
 class Peeking(Inner):
@@ -298,15 +296,6 @@ def test_compiled_checkpointed_copied_and_under_autocast(ranks: RankFixture) -> 
         assert 0 < difference < 0.05
 
 
-def _gradients_of_gradients() -> None:
-    """Gradients of a loss of all first gradients are as in one process, where tokens are sharded and where they are whole."""
-    alone, x = block(), drawn(3, 12, 6, seed=1)
-    expected = _twice(alone, x.clone())
-    column, row = weft.ColwiseParallel(schedule=SCHEDULE), weft.RowwiseParallel(schedule=SCHEDULE)
-    for plan, part in ((wefts(), mine(x)), ({"inner.gate": column, "inner.up": column, "inner.down": row}, x.clone())):
-        assert_close(_twice(parallelize_module(block(), mesh(), plan), part), expected)
-
-
 def _twice(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Gradients of the model's first gradients, squared."""
     loss = model(x).square().sum() / 100
@@ -316,22 +305,25 @@ def _twice(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return gradients(model)
 
 
+@on_ranks(2)
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11's DTensor drops gradients of gradients, of its own styles, too")
-def test_gradients_have_gradients(ranks: RankFixture) -> None:
-    ranks(2).run(_gradients_of_gradients)
+def test_gradients_have_gradients() -> None:
+    """Gradients of a loss of all first gradients are as in one process, where tokens are sharded and where they are whole."""
+    alone, x = block(), drawn(3, 12, 6, seed=1)
+    expected = _twice(alone, x.clone())
+    column, row = weft.ColwiseParallel(schedule=SCHEDULE), weft.RowwiseParallel(schedule=SCHEDULE)
+    for plan, part in ((wefts(), mine(x)), ({"inner.gate": column, "inner.up": column, "inner.down": row}, x.clone())):
+        assert_close(_twice(parallelize_module(block(), mesh(), plan), part), expected)
 
 
-def _on_one_rank() -> None:
+@on_ranks(1)
+def test_on_one_rank() -> None:
     """Nothing is gathered: what a module is given is what its linears take, as often as they like."""
     for make in (Inner, Twice):
         torch.manual_seed(0)
         alone: Any = make()
         model = parallelize_module(copy.deepcopy(alone), mesh(), {"": weft.SharedInput(["gate", "up"])})
         assert_close(model(drawn(3, 12, 6, seed=1)), alone(drawn(3, 12, 6, seed=1)))
-
-
-def test_on_one_rank(ranks: RankFixture) -> None:
-    ranks(1).run(_on_one_rank)
 
 
 def _accumulated() -> list[bool]:
@@ -416,7 +408,9 @@ def test_mistakes_name_the_argument(ranks: RankFixture) -> None:
         assert [text[: len(start)] for text, start in zip(messages, expected, strict=True)] == expected, messages
 
 
-def _two_dimensions() -> None:
+@on_ranks(4)
+@pytest.mark.slow
+def test_with_fsdp_on_a_mesh_of_two_dimensions() -> None:
     """FSDP2 over two replicas of a block over two ranks: three steps of AdamW with clipping, as one process has them."""
     from torch.distributed.fsdp import fully_shard
 
@@ -436,8 +430,3 @@ def _two_dimensions() -> None:
             step.step()
             step.zero_grad()
     assert_close({n: whole(p) for n, p in model.named_parameters()}, dict(alone.named_parameters()))
-
-
-@pytest.mark.slow
-def test_with_fsdp_on_a_mesh_of_two_dimensions(ranks: RankFixture) -> None:
-    ranks(4).run(_two_dimensions)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from test_styles import SCHEDULE, TORCH, Inner, Tensor, assert_close, block, drawn, gradients, mesh, mine, wefts, whole
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -62,7 +63,9 @@ def test_weights_that_are_not_used_have_no_gradient(ranks: RankFixture) -> None:
     assert ranks(2).run(_without_a_use) == [1, 1]
 
 
-def _one_token(autocast: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_token_without_a_dimension_for_it(autocast: bool) -> None:
     """A vector, which is whole, through both styles: as torch's."""
     found = []
     for column, row in ((ColwiseParallel, RowwiseParallel), (weft.ColwiseParallel, weft.RowwiseParallel)):
@@ -78,11 +81,6 @@ def _one_token(autocast: bool) -> None:
         torch.testing.assert_close(found[1], found[0], rtol=5e-2, atol=5e-2)
     else:
         assert_close(found[1], found[0])
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_token_without_a_dimension_for_it(ranks: RankFixture, autocast: bool) -> None:
-    ranks(2).run(_one_token, autocast)
 
 
 def _errors_of_biases() -> dict[str, float]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from test_styles import SCHEDULE, TORCH, Tensor, assert_close, drawn, gradients, mesh, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -143,7 +144,8 @@ def test_results_have_the_memory_layout_of_torchs(ranks: RankFixture, world_size
     assert all(count >= 20 for count in compared), compared
 
 
-def _strided_tokens() -> None:
+@on_ranks(2, 3)
+def test_a_dtensor_of_strided_tokens_has_their_strides() -> None:
     """A norm whose input has its tokens outermost in memory, as RowwiseParallel returns them: the DTensor has its strides."""
     here, ranks = mesh(), dist.get_world_size()
     for tokens, plain in itertools.product((2 * ranks, 3 * ranks - 1), (True, False)):
@@ -162,11 +164,6 @@ def _strided_tokens() -> None:
             _has_true_strides(one, f"{tokens} {plain}")
             assert one.stride() == found[0].stride()
             assert_close(one.reshape(-1, 6).shape, found[0].reshape(-1, 6).shape)
-
-
-def test_a_dtensor_of_strided_tokens_has_their_strides(ranks: RankFixture) -> None:
-    for world_size in (2, 3):
-        ranks(world_size).run(_strided_tokens)
 
 
 def _views_of_uneven_tokens(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -189,7 +186,8 @@ def test_ranks_with_uneven_parts_agree_on_strides(ranks: RankFixture) -> None:
         assert all(other == first for other in others), (world_size, tokens)
 
 
-def _loss_of_sharded_logits() -> None:
+@on_ranks(2, 3)
+def test_loss_parallel_of_several_sequences() -> None:
     here = mesh()
     for compiled, vocabulary, given in itertools.product((False, True), (12, 13), (Shard(1), Replicate())):
         torch.manual_seed(0)
@@ -214,8 +212,3 @@ def _loss_of_sharded_logits() -> None:
             assert_close(whole(loss), expected)
             assert_close(gradients(head), {name: p.grad for name, p in alone.named_parameters()})
             assert_close(part.grad, _part(whole_x.grad, given))
-
-
-def test_loss_parallel_of_several_sequences(ranks: RankFixture) -> None:
-    for world_size in (2, 3):
-        ranks(world_size).run(_loss_of_sharded_logits)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from test_styles import SCHEDULE, TORCH, Block, Tensor, assert_close, drawn, gradients, mesh, mine, wefts, whole
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -111,7 +112,8 @@ def test_one_all_reduce_sums_the_gradients_of_a_model(ranks: RankFixture) -> Non
     assert ranks(2).run(_one_sum) == [[12, 1, 1, 1]] * 2
 
 
-def _asked_for_alone() -> None:
+@on_ranks(2)
+def test_a_gradient_may_be_asked_for_alone() -> None:
     alone, model = pair()
     _warm(model)
     for name in ("blocks.0.norm.weight", "blocks.3.inner.down.bias"):
@@ -127,11 +129,9 @@ def _asked_for_alone() -> None:
     same(alone, model)
 
 
-def test_a_gradient_may_be_asked_for_alone(ranks: RankFixture) -> None:
-    ranks(2).run(_asked_for_alone)
-
-
-def _twice_warm() -> None:
+@on_ranks(2)
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11's DTensor drops gradients of gradients, of its own styles, too")
+def test_summed_gradients_have_gradients() -> None:
     """Gradients of gradients that one all-reduce has summed."""
     alone, model = pair()
     _warm(model)
@@ -142,12 +142,8 @@ def _twice_warm() -> None:
     same(alone, model)
 
 
-@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11's DTensor drops gradients of gradients, of its own styles, too")
-def test_summed_gradients_have_gradients(ranks: RankFixture) -> None:
-    ranks(2).run(_twice_warm)
-
-
-def _hooked() -> None:
+@on_ranks(2)
+def test_hooks_of_parameters_see_the_sum() -> None:
     alone, model = pair()
     seen: dict[str, list[Tensor]] = {"hook": [], "after": []}
     norm, bias = model.blocks[1].norm, model.blocks[2].inner.down
@@ -159,10 +155,6 @@ def _hooked() -> None:
         step(alone, model)
     assert_close(seen["hook"], [alone.blocks[1].norm.weight.grad] * 3)
     assert_close(seen["after"], [alone.blocks[2].inner.down.bias.grad] * 3)
-
-
-def test_hooks_of_parameters_see_the_sum(ranks: RankFixture) -> None:
-    ranks(2).run(_hooked)
 
 
 def _frozen_and_thawed() -> list[int]:
@@ -226,7 +218,8 @@ def test_two_models_of_one_group_do_not_touch_each_other(ranks: RankFixture) -> 
     assert ranks(2).run(_two_models) == [[12, 12, 1, 1, 1]] * 2
 
 
-def _freed() -> None:
+@on_ranks(2)
+def test_a_deleted_model_is_freed() -> None:
     (_, kept), (_, gone) = pair(), pair()
     loss = loss_of(kept, mine(INPUT)) + loss_of(gone, mine(INPUT))
     loss.backward()  # so both are summed together
@@ -251,10 +244,6 @@ def _freed() -> None:
     alone.zero_grad()
     assert step(alone, kept) == 1
     same(alone, kept)
-
-
-def test_a_deleted_model_is_freed(ranks: RankFixture) -> None:
-    ranks(2).run(_freed)
 
 
 def _checkpointed(reentrant: bool) -> list[int]:

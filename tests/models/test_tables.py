@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding_bag
 from torch.nn.parallel import DistributedDataParallel
 
@@ -142,7 +143,8 @@ def test_trains_as_on_one_rank(ranks: RankFixture, adagrad: bool) -> None:
     assert ranks(3).run(_training, adagrad) == [[[0], [1], [2, 3, 4]]] * 3
 
 
-def _wrapped() -> None:
+@on_ranks(2)
+def test_data_parallelism_of_the_whole_leaves_tables_alone() -> None:
     """DistributedDataParallel of the whole model averages its MLPs, and leaves each rank its own tables: as by hand."""
     rank, size, lr = dist.get_rank(), dist.get_world_size(), 0.3
     model = _model(weft.RowwiseAdagrad(lr=lr), dist.group.WORLD)
@@ -163,21 +165,14 @@ def _wrapped() -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_data_parallelism_of_the_whole_leaves_tables_alone(ranks: RankFixture) -> None:
-    ranks(2).run(_wrapped)
-
-
-def _dense_gradients() -> None:
+@on_ranks(2)
+def test_tables_without_an_optimizer_have_gradients() -> None:
     model = _model(None)
     dense, _, indices, lengths, _ = _draw(0)
     rank, size = dist.get_rank(), dist.get_world_size()
     before = model(dense.chunk(size)[rank], *model.bags.own_bags(indices, lengths))
     before.sum().backward()
     assert all(table.grad is not None and table.grad.any() for table in model.bags.tables.values())
-
-
-def test_tables_without_an_optimizer_have_gradients(ranks: RankFixture) -> None:
-    ranks(2).run(_dense_gradients)
 
 
 def _saved(folder: str) -> None:
@@ -223,15 +218,12 @@ def test_a_rank_without_tables_reports_too(ranks: RankFixture) -> None:
     assert ranks(2).run(_reported) == [headline] * 2
 
 
-def _mistakes() -> None:
+@on_ranks(2)
+def test_mistakes() -> None:
     with pytest.raises(ValueError, match="sizes has 1 tables, pooling 2"):
         ShardedEmbeddingBags([(3, 4)], pooling=[1, 2])
     with pytest.raises(ValueError, match=r"tables have dims \[4\], bottom ends in 5, top in 1"):
         DLRM(3, SIZES, bottom=[5], top=[1])
-
-
-def test_mistakes(ranks: RankFixture) -> None:
-    ranks(2).run(_mistakes)
 
 
 def _from_meta() -> bool:

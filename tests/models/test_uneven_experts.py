@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, on_ranks
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -131,7 +131,17 @@ def _batches(*counts: tuple[int, int]) -> list[list[torch.Tensor]]:
     return [[torch.randn(count, HIDDEN, generator=generator) for count in step] for step in counts]
 
 
-def _accumulated(how: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "eager",
+        "checkpoint",
+        pytest.param("compiled", marks=pytest.mark.slow),
+        pytest.param("compiled, of max_tokens", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_add_up(how: str) -> None:
     """The gradients of several steps, with another number of tokens each, and of forwards before the backward of another."""
     torch.manual_seed(0)
     alone = MoE(HIDDEN, WIDTH, 4)
@@ -158,20 +168,8 @@ def _accumulated(how: str) -> None:
         torch.testing.assert_close(found.full_tensor(), wanted, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "eager",
-        "checkpoint",
-        pytest.param("compiled", marks=pytest.mark.slow),
-        pytest.param("compiled, of max_tokens", marks=pytest.mark.slow),
-    ],
-)
-def test_gradients_add_up(ranks: RankFixture, how: str) -> None:
-    ranks(2).run(_accumulated, how)
-
-
-def _tokens_that_need_no_gradient() -> None:
+@on_ranks(2)
+def test_tokens_of_one_rank_that_need_no_gradient() -> None:
     """Of one rank, as those of an empty batch that was made anew; the other rank's do."""
     torch.manual_seed(0)
     alone = MoE(HIDDEN, WIDTH, 4)
@@ -186,10 +184,6 @@ def _tokens_that_need_no_gradient() -> None:
         if rank == 0:
             torch.testing.assert_close(mine.grad, whole.grad, rtol=1e-3, atol=1e-3)
         shared.experts.requires_grad_(True)
-
-
-def test_tokens_of_one_rank_that_need_no_gradient(ranks: RankFixture) -> None:
-    ranks(2).run(_tokens_that_need_no_gradient)
 
 
 def _with_index(value: int, settings: dict[str, Any]) -> str:
@@ -282,7 +276,8 @@ def test_more_tokens_than_max_tokens_are_refused_on_every_rank(ranks: RankFixtur
             weft.ExpertParallel(max_tokens=wrong)  # type: ignore[arg-type]
 
 
-def _uneven_operators() -> None:
+@on_ranks(2)
+def test_gradients_of_operators_with_other_rows_on_each_rank() -> None:
     """The operators by themselves, whose callers say nothing of the other ranks' rows."""
     rows = (4, 40)[dist.get_rank()]
     b, splits = torch.randn(2, 8, 8), torch.full((2, 2), rows // 4)
@@ -293,10 +288,6 @@ def _uneven_operators() -> None:
         assert int(counts.sum()) == 22
         assert a.grad is not None
         assert a.grad.abs().sum(1).all()
-
-
-def test_gradients_of_operators_with_other_rows_on_each_rank(ranks: RankFixture) -> None:
-    ranks(2).run(_uneven_operators)
 
 
 def _zaya() -> None:

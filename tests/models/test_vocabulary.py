@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import RankFixture
 from model_work import assert_close, mesh, sharded, tiny, trained
+from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -28,7 +29,15 @@ def _pair(rows: int) -> tuple[Any, Any]:
     return alone, embedding
 
 
-def _lookups(compiled: bool) -> None:
+def _by_frequency() -> None:
+    alone = tiny("llama")
+    alone.model.embed_tokens.scale_grad_by_freq = True
+    assert_close(trained(sharded(alone, few_tokens=0), (8,)), trained(alone, (8,)))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_lookups_and_gradients_are_as_in_one_process(compiled: bool) -> None:
     torch.compiler.reset()
     for rows in ROWS:
         alone, embedding = _pair(rows)
@@ -49,7 +58,8 @@ def _lookups(compiled: bool) -> None:
                 torch.testing.assert_close(embedding.weight.grad.full_tensor(), alone.weight.grad)
 
 
-def _twice() -> None:
+@on_ranks(3)
+def test_gradients_of_lookups_have_gradients() -> None:
     for rows in ROWS:
         alone, embedding = _pair(rows)
         ids = torch.arange(12) % rows
@@ -62,7 +72,8 @@ def _twice() -> None:
             torch.testing.assert_close(parts.full_tensor(), one)
 
 
-def _no_numbers() -> None:
+@on_ranks(2)
+def test_rows_of_other_ids_are_not_read() -> None:
     """Rows that are infinite or no number do not spread to other ids."""
     alone = nn.Embedding(9, 4)
     with torch.no_grad():
@@ -71,25 +82,6 @@ def _no_numbers() -> None:
     shard_embedding(embedding, Distributor(mesh(), 0))
     ids = torch.arange(9)
     torch.testing.assert_close(embedding(ids), alone(ids), equal_nan=True, rtol=0, atol=0)
-
-
-def _by_frequency() -> None:
-    alone = tiny("llama")
-    alone.model.embed_tokens.scale_grad_by_freq = True
-    assert_close(trained(sharded(alone, few_tokens=0), (8,)), trained(alone, (8,)))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_lookups_and_gradients_are_as_in_one_process(ranks: RankFixture, compiled: bool) -> None:
-    ranks(3).run(_lookups, compiled)
-
-
-def test_gradients_of_lookups_have_gradients(ranks: RankFixture) -> None:
-    ranks(3).run(_twice)
-
-
-def test_rows_of_other_ids_are_not_read(ranks: RankFixture) -> None:
-    ranks(2).run(_no_numbers)
 
 
 def test_an_embedding_that_counts_its_ids_is_whole(ranks: RankFixture) -> None:
