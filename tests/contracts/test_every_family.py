@@ -14,6 +14,7 @@ from concurrent_work import Exchange, Products
 from conftest import RankFixture
 from families import CASES, PROBLEMS, WORLD, made, specs
 from operators import OPERATORS, check_forward
+from rank_pools import on_ranks
 
 import weft
 from weft.core import codec, machine
@@ -222,7 +223,14 @@ def _every_spec(op: Op, dtype: torch.dtype) -> None:
         _forward(op, spec, (7,), 0, dtype)
 
 
-def _run_concurrent(spec: str) -> None:
+CPU_METHODS = [
+    spec for spec in specs("concurrent") if not {"priority", "left"} & {word.partition("=")[0] for word in spec.split("+")}
+]
+
+
+@on_ranks(WORLD)
+@pytest.mark.parametrize("spec", CPU_METHODS)
+def test_collectives_beside_a_computation_run_on_cpu_ranks(spec: str) -> None:
     for turn, op in enumerate(COLLECTIVE_OPS):
         exchange, products = Exchange(op, torch.device("cpu"), part=37), Products(torch.device("cpu"), size=8)
         if "pull" in spec and not exchange.collective.pulls:
@@ -230,14 +238,3 @@ def _run_concurrent(spec: str) -> None:
         exchange.fill(turn)
         products.check(weft.concurrent(products, exchange.collective, method=spec))
         exchange.check(turn)
-
-
-CPU_METHODS = [
-    spec for spec in specs("concurrent") if not {"priority", "left"} & {word.partition("=")[0] for word in spec.split("+")}
-]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("spec", CPU_METHODS)
-def test_collectives_beside_a_computation_run_on_cpu_ranks(ranks: RankFixture, spec: str) -> None:
-    ranks(WORLD).run(_run_concurrent, spec)

@@ -1,5 +1,6 @@
 """What every public operator does on CPU ranks, compared with torch in float64: results, gradients, uneven rows, strides,
-dtypes, torch.compile, and a ValueError for each argument that is wrong. A new operator is tested by being listed."""
+dtypes, torch.compile, torch.library, and a ValueError for each argument that is wrong. A new operator is tested by being
+listed."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from operators import BY_ID, OPERATORS, Arguments, Operator, check_forward, close, wide
+from rank_pools import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft import collectives
@@ -38,7 +41,9 @@ def test_every_public_operator_is_listed() -> None:
     assert MISTAKES.keys() == _public().keys()
 
 
-def _rows(name: str) -> None:
+@on_ranks(1, 3)
+@every_operator
+def test_results_of_uneven_rows(name: str) -> None:
     operator = BY_ID[name]
     for seed, rows in enumerate(ROWS):
         for call in range(2):
@@ -49,21 +54,12 @@ def _rows(name: str) -> None:
             assert torch.equal(out, again), (name, rows)
 
 
+@on_ranks(2)
 @every_operator
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_results_of_uneven_rows(ranks: RankFixture, name: str, world_size: int) -> None:
-    ranks(world_size).run(_rows, name)
-
-
-def _dtypes(name: str) -> None:
+def test_results_of_every_dtype(name: str) -> None:
     operator = BY_ID[name]
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         check_forward(operator, operator.drawn(7, dist.get_world_size(), dtype, 1), (name, dtype))
-
-
-@every_operator
-def test_results_of_every_dtype(ranks: RankFixture, name: str) -> None:
-    ranks(2).run(_dtypes, name)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -74,7 +70,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _strides(name: str) -> None:
+@on_ranks(3)
+@every_operator
+def test_results_of_any_strides(name: str) -> None:
     operator = BY_ID[name]
     given = operator.drawn(8, dist.get_world_size(), torch.float32, 2)
     for layout in operator.layouts:
@@ -82,11 +80,6 @@ def _strides(name: str) -> None:
         for at in range(len(given[0])):
             changed = [[change(x) if i == at and x.numel() else x for i, x in enumerate(each)] for each in given]
             check_forward(operator, changed, (name, layout, at))
-
-
-@every_operator
-def test_results_of_any_strides(ranks: RankFixture, name: str) -> None:
-    ranks(3).run(_strides, name)
 
 
 def _wanted_gradients(operator: Operator, given: list[Arguments], weights: list[torch.Tensor]) -> Arguments:
@@ -134,6 +127,36 @@ def test_gradients(ranks: RankFixture, name: str, world_size: int) -> None:
 @differentiable
 def test_compiles_as_one_graph(ranks: RankFixture, name: str) -> None:
     ranks(2).run(_gradients, name, True)
+
+
+class _Called(TorchDispatchMode):
+    """What torch.library runs of weft's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "weft":
+            self.calls.append((func, args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2, 3)
+@differentiable
+def test_schemas_and_shapes_without_data_are_true(name: str) -> None:
+    """Of the operator that autograd knows, and of the one that computes it, also with what else is returned if asked for."""
+    operator = BY_ID[name]
+    given = operator.drawn(7, dist.get_world_size(), torch.float32, 1)
+    more = {argument: True for argument in inspect.signature(operator.public).parameters if argument.startswith("return_")}
+    with torch.no_grad(), _Called() as seen:
+        for options in (operator.options(given), operator.options(given) | more):
+            operator.call(*given[dist.get_rank()], **options)
+    assert len(seen.calls) >= 2
+    for function, arguments, keywords in seen.calls:
+        of_autograd = getattr(torch.ops.weft, function.name().removeprefix("weft::").removesuffix("_forward"))
+        for each in (function, of_autograd):
+            torch.library.opcheck(each, arguments, keywords, test_utils=("test_schema", "test_faketensor"))
 
 
 A, B, X = torch.ones(4, 8), torch.ones(8, 2), torch.ones(4, 3)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from unittest import mock
 
 import torch
@@ -17,6 +20,17 @@ from weft.schedules import names
 def here() -> torch.device:
     """Where this rank's tensors belong: its GPU, if its group can carry GPU tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend_config() else torch.device("cpu")
+
+
+def slowed(owner: Any, name: str, seconds: float, *, rank: int = 1) -> AbstractContextManager[Any]:
+    """On one rank, each call of owner.name takes so much longer."""
+    plain = getattr(owner, name)
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return plain(*arguments, **options)
+
+    return mock.patch.object(owner, name, late) if dist.get_rank() == rank else nullcontext()
 
 
 def whole(m: int, n: int, k: int, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

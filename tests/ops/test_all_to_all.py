@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from rank_pools import interpreted_ranks
+from launch_counts import counting
+from rank_pools import interpreted_ranks, on_ranks
 from rank_work import bound, here
 
 import weft
 from weft.core.problem import split
-from weft.runtime.ranks import Ranks
 from weft.schedules import names
 
 pytestmark = pytest.mark.ranks
@@ -50,21 +48,14 @@ def check_both(m: int, n: int, k: int, dtype: torch.dtype, combine: str, dispatc
     assert torch.equal(handed, received)
 
 
-def _kernels() -> int:
+interpreted = interpreted_ranks([2], slow=[4])
+
+
+@on_ranks(pool="interpreted")
+def test_kernels_interpreted() -> None:
     from weft.runtime import fused, pushes
 
-    launches = 0
-    kinds: tuple[Any, ...] = (fused.FusedGemm, fused.FusedSum, pushes.FusedPush)
-    launch = {kind: kind.launch for kind in kinds}
-
-    def counted(self: Any, *arguments: object, **options: object) -> None:
-        nonlocal launches
-        launches += 1
-        launch[type(self)](self, *arguments, **options)
-
-    for kind in kinds:
-        kind.launch = counted
-    try:
+    with counting(fused.FusedGemm, fused.FusedSum, pushes.FusedPush) as launches:
         for m, n, k in ((37, 40, 48), (72, 64, 32), (37, 40, 48)):
             for combine, dispatch in (
                 ("track_and_trigger:2", "flag_gated:2"),
@@ -73,18 +64,7 @@ def _kernels() -> int:
             ):
                 for call in range(1 + (m == 72 and dist.get_world_size() == 2)):
                     check_both(m, n, k, torch.float16, combine, dispatch, call)
-    finally:
-        for kind in kinds:
-            kind.launch = launch[kind]
-    return launches
-
-
-interpreted = interpreted_ranks([2], slow=[4])
-
-
-def test_kernels_interpreted(interpreted: Ranks) -> None:
-    for launches in interpreted.run(_kernels):
-        assert launches >= 3 * (3 + 5 + 3)
+    assert launches.count >= 3 * (3 + 5 + 3)
 
 
 def _second(outs: list[torch.Tensor], factors: list[torch.Tensor]) -> torch.Tensor:
@@ -93,7 +73,8 @@ def _second(outs: list[torch.Tensor], factors: list[torch.Tensor]) -> torch.Tens
     return sum((grad.square().sum() for grad in grads), torch.zeros(()))
 
 
-def _second_gradients() -> None:
+@on_ranks(2, 3)
+def test_second_gradients() -> None:
     """Also of results that some ranks have no rows of: they take part in what the second backward exchanges."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for m in (size + 1, 1):
@@ -111,12 +92,8 @@ def _second_gradients() -> None:
                 torch.testing.assert_close(one.grad, want)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_second_gradients(ranks: RankFixture, world_size: int) -> None:
-    ranks(world_size).run(_second_gradients)
-
-
-def _received_has_gradients() -> None:
+@on_ranks(2)
+def test_what_flows_into_received_goes_back() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b = drawn(8, 3, 4, torch.float32, 5)
     x, y = a[rank].requires_grad_(), b[rank].requires_grad_()
@@ -126,39 +103,8 @@ def _received_has_gradients() -> None:
     torch.testing.assert_close(x.grad, through)
 
 
-def test_what_flows_into_received_goes_back(ranks: RankFixture) -> None:
-    ranks(2).run(_received_has_gradients)
-
-
-def _compiled() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
-    assert group is not None
-    a, b = drawn(9, 6, 4, torch.float32, 3)
-
-    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        hidden = weft.all_to_all_matmul(x, w, schedule="flag_gated:1")
-        return weft.matmul_all_to_all(hidden, w.t(), schedule="track_and_trigger:1").sum()
-
-    inputs = [t.clone().requires_grad_() for t in (a[rank], b[rank])]
-    again = [t.clone().requires_grad_() for t in (a[rank], b[rank])]
-    if size == 3:  # the rows of both operators are alike on all ranks
-        torch.compile(block, fullgraph=True, backend="aot_eager")(*inputs).backward()
-        block(*again).backward()
-        for one, two in zip(inputs, again, strict=True):
-            torch.testing.assert_close(one.grad, two.grad)
-    for op, more in ((torch.ops.weft.matmul_all_to_all, ()), (torch.ops.weft.all_to_all_matmul, (True,))):
-        arguments = (a[rank], b[rank], group.group_name, rank, size, 1, "shard_p2p", *more)
-        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.slow
-def test_compiles_as_one_graph(ranks: RankFixture, world_size: int) -> None:
-    ranks(world_size).run(_compiled)
-
-
-def _ulysses() -> None:
+@on_ranks(2)
+def test_ulysses_and_middle_dimensions() -> None:
     """From parts of the sequence to heads, as the docstring of matmul_all_to_all has it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     tokens, heads, dim, hidden = 6, 2 * size, 4, 10
@@ -172,10 +118,6 @@ def _ulysses() -> None:
     got = weft.all_to_all_matmul(batched, weight.t())
     (wanted,) = weft.all_to_all_matmul(batched[:, 1].contiguous(), weight.t()).unsqueeze(0)
     torch.testing.assert_close(got[:, 1], wanted)
-
-
-def test_ulysses_and_middle_dimensions(ranks: RankFixture) -> None:
-    ranks(2).run(_ulysses)
 
 
 def _mistakes() -> list[str]:

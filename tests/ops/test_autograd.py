@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from conftest import RankFixture
+from rank_pools import on_ranks
 from torch.autograd import forward_ad
 
 import weft
@@ -59,7 +60,8 @@ def test_backward_of_all_gather_matmul(ranks: RankFixture, schedule: str, return
         ranks(3).run(_gather_gradients, m, schedule, return_gathered)
 
 
-def _under_autocast() -> None:
+@on_ranks(2)
+def test_autocast_changes_nothing() -> None:
     """Results and gradients have the bits that they have without autocast, also where backward is called within."""
     a, b, splits = _leaf(4, 8, seed=dist.get_rank()), _leaf(8, 6, seed=9), torch.tensor([1, 3])
     for call in (
@@ -81,10 +83,6 @@ def _under_autocast() -> None:
         for one, other in zip(*found, strict=True):
             assert one.dtype == other.dtype
             assert torch.equal(one, other)
-
-
-def test_autocast_changes_nothing(ranks: RankFixture) -> None:
-    ranks(2).run(_under_autocast)
 
 
 def _gathers_in_backward(keep: bool) -> int:
@@ -137,7 +135,8 @@ def _squared(out: torch.Tensor, a: torch.Tensor) -> None:
     grad.square().sum().backward()
 
 
-def _gradients_of_gradients() -> None:
+@on_ranks(2)
+def test_gradients_of_the_gradients_of_matmul_all_reduce() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = [_leaf(4, 6, seed=1), _leaf(6, 5, seed=2), _leaf(5, seed=3)]
     _squared(whole[0] @ whole[1] + whole[2], whole[0])
@@ -151,11 +150,8 @@ def _gradients_of_gradients() -> None:
         torch.testing.assert_close(part.grad, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_gradients_of_the_gradients_of_matmul_all_reduce(ranks: RankFixture) -> None:
-    ranks(2).run(_gradients_of_gradients)
-
-
-def _second_derivatives() -> None:
+@on_ranks(2)
+def test_second_derivatives_are_refused_where_they_would_be_wrong() -> None:
     """Where they would be wrong they are refused, however the flow comes; not first ones with a graph for others' sake."""
     rows, table = _leaf(4, 8, seed=5), _leaf(5, 8, seed=7)
     hidden, weights = _leaf(3, 8, seed=8), _leaf(8, seed=6)
@@ -187,11 +183,8 @@ def _second_derivatives() -> None:
     assert torch.equal(with_graph, torch.autograd.grad(calls["swiglu"][0]().square().sum(), hidden)[0])
 
 
-def test_second_derivatives_are_refused_where_they_would_be_wrong(ranks: RankFixture) -> None:
-    ranks(2).run(_second_derivatives)
-
-
-def _batches_of_gradients() -> None:
+@on_ranks(2)
+def test_batches_of_gradients_are_refused() -> None:
     """A backward that gets several gradients at once refuses them before its peers wait for it."""
     a, b = _leaf(2, 4, seed=1), _leaf(4, 2, seed=2)
     for name in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all", "all_to_all_matmul"):
@@ -200,10 +193,6 @@ def _batches_of_gradients() -> None:
         with pytest.raises(ValueError, match=f"weft::{name} takes one gradient at a time"):
             torch.autograd.grad(out, a, torch.ones(3, *out.shape), is_grads_batched=True)
         assert operator(a, b).equal(out)
-
-
-def test_batches_of_gradients_are_refused(ranks: RankFixture) -> None:
-    ranks(2).run(_batches_of_gradients)
 
 
 def _empty_batch() -> None:
@@ -229,7 +218,8 @@ def test_a_batch_without_entries(ranks: RankFixture) -> None:
     ranks(3).run(_empty_batch)
 
 
-def _dual_tensors() -> None:
+@on_ranks(2)
+def test_dual_tensors_are_refused() -> None:
     """None is sent for a call that would lose a tangent; calls before, beside and after it are as ever."""
     x, b, rows = torch.ones(2, 4), torch.ones(4, 2), torch.arange(2)
     calls = {
@@ -255,7 +245,3 @@ def _dual_tensors() -> None:
                 with pytest.raises(ValueError, match=r"torch.func's grad, .* use torch.autograd.grad"):
                     torch.func.vjp(call, x)
             assert weft.collectives.all_reduced(x).tolist() == [[2.0] * 4] * 2
-
-
-def test_dual_tensors_are_refused(ranks: RankFixture) -> None:
-    ranks(2).run(_dual_tensors)

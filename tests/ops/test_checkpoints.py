@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RankFixture
+from rank_pools import on_ranks
 from torch.utils.checkpoint import checkpoint
 
 import weft
@@ -40,7 +40,9 @@ def _counted(work: Callable[[], Tensor]) -> tuple[list[str], Tensor]:
         return ops, work()
 
 
-def _ends_early(name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"])
+def test_the_last_call_of_a_checkpoint_is_not_made_again(name: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     x, first, second = (torch.randn(*shape, generator=generator) for shape in ((4, 16), (12, 16), (16, 12)))
@@ -62,13 +64,8 @@ def _ends_early(name: str) -> None:
     assert size
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", ["matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"])
-def test_the_last_call_of_a_checkpoint_is_not_made_again(ranks: RankFixture, name: str) -> None:
-    ranks(2).run(_ends_early, name)
-
-
-def _nested() -> None:
+@on_ranks(2)
+def test_gradients_through_checkpoints_of_every_kind() -> None:
     """A checkpoint inside of a checkpoint, a call that is not the last one, a backward inside, and second derivatives."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     x, first, second = (torch.randn(*shape, generator=generator) for shape in ((4, 16), (12, 16), (16, 12)))
@@ -97,8 +94,3 @@ def _nested() -> None:
         (grad,) = torch.autograd.grad(out.square().sum(), given[0], create_graph=True)
         seconds.append(torch.autograd.grad(grad.square().sum(), given))
     torch.testing.assert_close(seconds[0], seconds[1])
-
-
-@pytest.mark.ranks
-def test_gradients_through_checkpoints_of_every_kind(ranks: RankFixture) -> None:
-    ranks(2).run(_nested)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RankFixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rank_pools import interpreted_ranks
+from launch_counts import counting
+from rank_pools import interpreted_ranks, on_ranks
 from rank_work import bound, here
 
 import weft
@@ -19,7 +19,6 @@ from weft.core import codec, machine
 from weft.core.problem import COLUMN_OPS, ColumnProblem
 from weft.core.schedule import Collective, Copy, Gemm, Lane, Schedule, waits
 from weft.perf.terms import gemm_us
-from weft.runtime.ranks import Ranks
 from weft.schedules import build, names
 
 SPLIT_SPECS, GATHER_SPECS = map(names, COLUMN_OPS)
@@ -60,22 +59,6 @@ def test_the_whole_matmul_is_one_of_all_columns() -> None:
     found = weft.plan(problem, "h200x8", only="sequential")
     assert found.computation_us == gemm_us(machine.load("h200x8"), 8192, 1024, 1024, "bfloat16")
     assert found.computation_us < found.chosen.computation_us
-
-
-def _without(schedule: Schedule, kind: type, number: int) -> Schedule:
-    """Rank 0 leaves out a step of its copy lane."""
-    lanes = []
-    for lane in schedule.ranks[0]:
-        steps = [step for step in lane.steps if isinstance(step, kind)] if lane.name == "copy" else []
-        remaining = tuple(step for step in lane.steps if not steps or step is not steps[number])
-        lanes.append(Lane(lane.name, lane.kind, remaining))
-    return Schedule(
-        problem=schedule.problem,
-        name=schedule.name,
-        chunks=schedule.chunks,
-        buffers=schedule.buffers,
-        ranks=(tuple(lanes), *schedule.ranks[1:]),
-    )
 
 
 def test_wrong_columns_are_refused() -> None:
@@ -139,31 +122,17 @@ def _close(out: torch.Tensor, expected: torch.Tensor, k: int, what: object) -> N
 interpreted = interpreted_ranks(2)
 
 
-def _kernels() -> int:
+@on_ranks(pool="interpreted")
+def test_kernels_interpreted() -> None:
+    """One for the peer's columns, one each for two calls the other way; the own columns are cuBLAS's."""
     from weft.runtime import fused
 
-    launches, launch = 0, fused.FusedGemm.launch
-
-    def counted(self: Any, *arguments: Any, **options: Any) -> None:
-        nonlocal launches
-        launches += 1
-        launch(self, *arguments, **options)
-
-    fused.FusedGemm.launch = counted  # type: ignore[method-assign]
-    try:
+    with counting(fused.FusedGemm) as launches:
         for seed, (split_spec, gather_spec) in enumerate(
             (("track_and_trigger:2", "flag_gated:2"), ("direct_store:1", "direct_store:2"))
         ):
             check_both(37, 40, 48, torch.float16, split_spec, gather_spec, seed)
-    finally:
-        fused.FusedGemm.launch = launch  # type: ignore[method-assign]
-    return launches
-
-
-@pytest.mark.ranks
-def test_kernels_interpreted(interpreted: Ranks) -> None:
-    """One for the peer's columns, one each for two calls the other way; the own columns are cuBLAS's."""
-    assert interpreted.run(_kernels) == [6, 6]
+    assert launches.count == 6
 
 
 def attention(qkv: torch.Tensor) -> torch.Tensor:
@@ -183,7 +152,9 @@ def block(x: torch.Tensor, into: torch.Tensor, out: torch.Tensor, split_spec: st
 DIM = 4
 
 
-def _ulysses() -> None:
+@on_ranks(3)
+@pytest.mark.slow
+def test_ulysses() -> None:
     """Forward and backward against the whole sequence on one rank; torch.compile against eager."""
     rank, size = dist.get_rank(), dist.get_world_size()
     heads, hidden, tokens = 2 * size, 10, 6
@@ -214,13 +185,8 @@ def _ulysses() -> None:
         torch.testing.assert_close(one.grad, two.grad)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_ulysses(ranks: RankFixture) -> None:
-    ranks(3).run(_ulysses)
-
-
-def _details() -> None:
+@on_ranks(3)
+def test_middle_dimensions_gradients_and_mistakes() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
@@ -237,11 +203,6 @@ def _details() -> None:
     (out.sum() + (received * (rank + 2)).sum()).backward()
     rows = torch.arange(size).repeat_interleave(12)[:, None] + 3.0
     torch.testing.assert_close(a.grad, rows.expand_as(x))
-    for op, more in ((torch.ops.weft.matmul_all_to_all_columns, ()), (torch.ops.weft.all_to_all_columns_matmul, (True,))):
-        b = w if not more else eye
-        torch.library.opcheck(
-            op, (x, b, group.group_name, size, "sequential", *more), test_utils=("test_schema", "test_faketensor")
-        )
     for call, message in (
         (lambda: weft.matmul_all_to_all(x, w[:, 1:], split_dim=-1), rf"b has {4 * size - 1} columns; .* a multiple of {size}"),
         (lambda: weft.all_to_all_matmul(x[1:], eye, gather_dim=-1), rf"a has {12 * size - 1} rows; .* a multiple of {size}"),
@@ -258,11 +219,6 @@ def _details() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-@pytest.mark.ranks
-def test_middle_dimensions_gradients_and_mistakes(ranks: RankFixture) -> None:
-    ranks(3).run(_details)
 
 
 def test_nccl_exchanges_once() -> None:

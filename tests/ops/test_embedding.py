@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from embedding_work import SPECS, Case, cases, check, check_bad_index, draw, expected
-from rank_pools import interpreting
+from rank_pools import interpreting, on_ranks
+from rank_work import slowed
 
 import weft
 from weft.core.errors import RankMismatch
@@ -21,49 +22,33 @@ from weft.runtime.bindings import Bindings
 pytestmark = pytest.mark.ranks
 
 
-def _every_schedule(dtype: torch.dtype) -> None:
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_schedule_is_right(dtype: torch.dtype) -> None:
     for turn, case in enumerate(cases(dist.get_world_size())):
         for spec in SPECS:
             check(replace(case, dtype=dtype), spec, turn)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_schedule_is_right(ranks: RankFixture, world_size: int, dtype: torch.dtype) -> None:
-    ranks(world_size).run(_every_schedule, dtype)
-
-
-def _new_data_each_call(delay: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("delay", ["nothing", "lookup", "transport"])
+def test_calls_in_a_row_with_a_slow_rank(delay: str) -> None:
     """Many calls in a row, new data each, while one rank is late, or its copies are: buffers and flags are used again early
     and late."""
-    case, slow = Case(dims=((8, 4),) * 3), dist.get_rank() == 1
-    view, pool = Bindings.pieces, arithmetic.pool
-    try:
-        if delay == "transport" and slow:
-            Bindings.pieces = lambda self, region: (time.sleep(0.001), view(self, region))[1]  # type: ignore[method-assign]
-        if delay == "lookup" and slow:
-            arithmetic.pool = lambda *a: (time.sleep(0.005), pool(*a))[1]  # type: ignore[assignment]
+    late = {"transport": (Bindings, "pieces", 0.001), "lookup": (arithmetic, "pool", 0.005)}.get(delay)
+    with slowed(*late) if late else nullcontext():
         for call in range(6):
             for spec in SPECS[::2]:
-                check(case, spec, call)
-    finally:
-        Bindings.pieces, arithmetic.pool = view, pool  # type: ignore[method-assign]
+                check(Case(dims=((8, 4),) * 3), spec, call)
 
 
-@pytest.mark.parametrize("delay", ["nothing", "lookup", "transport"])
-def test_calls_in_a_row_with_a_slow_rank(ranks: RankFixture, delay: str) -> None:
-    ranks(3).run(_new_data_each_call, delay)
-
-
-def _ten_thousand() -> None:
+@on_ranks(2)
+def test_bags_of_none_and_of_ten_thousand() -> None:
     check(Case(dims=((8,), (16,)), batch=4, lengths=(0, 10_000), exact=True), "direct_store:1", 0)
 
 
-def test_bags_of_none_and_of_ten_thousand(ranks: RankFixture) -> None:
-    ranks(2).run(_ten_thousand)
-
-
-def _lengths_and_inference() -> None:
+@on_ranks(2)
+def test_lengths_in_place_of_offsets_and_auto() -> None:
     case = Case(dims=((8, 4),) * 2)
     drawn = draw(case, 0, dist.get_rank())
     for offsets, lengths in ((drawn.offsets, None), (None, drawn.offsets.diff())):
@@ -72,16 +57,70 @@ def _lengths_and_inference() -> None:
         torch.testing.assert_close(out, expected(case, 0, dist.get_rank()).float())
 
 
-def test_lengths_in_place_of_offsets_and_auto(ranks: RankFixture) -> None:
-    ranks(2).run(_lengths_and_inference)
-
-
 @pytest.mark.parametrize("index", [-1, 40, 2**40])
 def test_an_index_out_of_range_is_named_and_adds_nothing(ranks: RankFixture, index: int) -> None:
     ranks(2).run(check_bad_index, index)
 
 
-def _mistakes() -> None:
+def _shares(tables: list[torch.Tensor]) -> bool:
+    """Whether tables are refused since they share memory."""
+    given = [table.detach().requires_grad_() for table in tables]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    offsets = torch.zeros(2 * dist.get_world_size() + 1, dtype=torch.int64)
+    try:
+        weft.embedding_bag_all_to_all(nothing, offsets, given, optimizer=weft.SGD(lr=1.0), schedule="sequential")
+    except ValueError as error:
+        return "share memory" in str(error)
+    return False
+
+
+@on_ranks(2)
+def test_tables_beside_each_other_in_one_matrix() -> None:
+    """Tables that lie beside each other share no row of memory: an optimizer may have them."""
+    matrix = torch.ones(6, 12).requires_grad_()
+    tables = [matrix.detach()[:, :8].requires_grad_(), matrix.detach()[:, 8:].requires_grad_()]
+    offsets = torch.arange(2 * 4 + 1)
+    out = weft.embedding_bag_all_to_all(offsets[:-1] % 6, offsets, tables, optimizer=weft.SGD(lr=1.0), schedule="sequential")
+    out.sum().backward()
+    assert matrix.sum() == 72 - 4 * 12  # each of 4 samples takes 1 from every column of a row
+    row = matrix.detach()[1, 4:12].as_strided((1, 8), (8, 1))
+    assert _shares([matrix.detach()[:, :8], row])
+    assert not _shares([matrix.detach()[:, :4], row])
+    with torch.no_grad():
+        assert not _shares([matrix.detach()] * 2)
+    weft.close()
+
+
+def _odd_weights() -> None:
+    """An index that its table does not have adds nothing, whatever it weighs."""
+    indices, offsets = torch.tensor([0, 1, 7, 2]), torch.tensor([0, 2, 4])
+    for odd in (math.inf, math.nan):
+        weights = torch.tensor([1.0, 1.0, odd, 1.0])
+        options = {"per_sample_weights": weights, "checked": False, "schedule": "direct_store:1"}
+        out = weft.embedding_bag_all_to_all(indices, offsets, [torch.ones(4, 8)], **options)
+        sums = torch.tensor([2.0, 1.0]).chunk(dist.get_world_size())[dist.get_rank()]
+        assert torch.equal(out, sums[:, None].expand_as(out))
+    weft.close()
+
+
+@on_ranks(2)
+def test_no_rank_has_tables() -> None:
+    """Where no rank has any there is nothing to learn: a result of no columns, which asks for no gradient."""
+    nothing = torch.zeros(0, dtype=torch.int64)
+    options = {"dims": ((),) * dist.get_world_size(), "batch": 6, "dtype": torch.float32}
+    out = weft.embedding_bag_all_to_all(nothing, torch.zeros(1, dtype=torch.int64), [], **options)
+    assert out.shape == (6 // dist.get_world_size(), 0)
+    assert not out.requires_grad
+    weft.close()
+
+
+def test_what_is_not_there_has_no_weight(ranks: RankFixture) -> None:
+    ranks(2).run(_odd_weights)
+    interpreting(2).run(_odd_weights)
+
+
+@on_ranks(2)
+def test_mistakes_are_named() -> None:
     drawn = draw(Case(dims=((8, 4),) * 2), 0, dist.get_rank())
     indices, offsets, tables = drawn.indices, drawn.offsets, drawn.tables
     call = weft.embedding_bag_all_to_all
@@ -123,70 +162,3 @@ def _mistakes() -> None:
     with pytest.raises(RankMismatch, match=r"dims of rank 0: rank . has 1 x 8.* has 1 x 8, 1 x 4|dims of rank 0"):
         call(indices, offsets, tables, schedule="sequential")
     weft.close()
-
-
-def _shares(tables: list[torch.Tensor]) -> bool:
-    """Whether tables are refused since they share memory."""
-    given = [table.detach().requires_grad_() for table in tables]
-    nothing = torch.zeros(0, dtype=torch.int64)
-    offsets = torch.zeros(2 * dist.get_world_size() + 1, dtype=torch.int64)
-    try:
-        weft.embedding_bag_all_to_all(nothing, offsets, given, optimizer=weft.SGD(lr=1.0), schedule="sequential")
-    except ValueError as error:
-        return "share memory" in str(error)
-    return False
-
-
-def _columns_of_one_matrix() -> None:
-    """Tables that lie beside each other share no row of memory: an optimizer may have them."""
-    matrix = torch.ones(6, 12).requires_grad_()
-    tables = [matrix.detach()[:, :8].requires_grad_(), matrix.detach()[:, 8:].requires_grad_()]
-    offsets = torch.arange(2 * 4 + 1)
-    out = weft.embedding_bag_all_to_all(offsets[:-1] % 6, offsets, tables, optimizer=weft.SGD(lr=1.0), schedule="sequential")
-    out.sum().backward()
-    assert matrix.sum() == 72 - 4 * 12  # each of 4 samples takes 1 from every column of a row
-    row = matrix.detach()[1, 4:12].as_strided((1, 8), (8, 1))
-    assert _shares([matrix.detach()[:, :8], row])
-    assert not _shares([matrix.detach()[:, :4], row])
-    with torch.no_grad():
-        assert not _shares([matrix.detach()] * 2)
-    weft.close()
-
-
-def test_tables_beside_each_other_in_one_matrix(ranks: RankFixture) -> None:
-    ranks(2).run(_columns_of_one_matrix)
-
-
-def _odd_weights() -> None:
-    """An index that its table does not have adds nothing, whatever it weighs."""
-    indices, offsets = torch.tensor([0, 1, 7, 2]), torch.tensor([0, 2, 4])
-    for odd in (math.inf, math.nan):
-        weights = torch.tensor([1.0, 1.0, odd, 1.0])
-        options = {"per_sample_weights": weights, "checked": False, "schedule": "direct_store:1"}
-        out = weft.embedding_bag_all_to_all(indices, offsets, [torch.ones(4, 8)], **options)
-        sums = torch.tensor([2.0, 1.0]).chunk(dist.get_world_size())[dist.get_rank()]
-        assert torch.equal(out, sums[:, None].expand_as(out))
-    weft.close()
-
-
-def _no_tables() -> None:
-    """Where no rank has any there is nothing to learn: a result of no columns, which asks for no gradient."""
-    nothing = torch.zeros(0, dtype=torch.int64)
-    options = {"dims": ((),) * dist.get_world_size(), "batch": 6, "dtype": torch.float32}
-    out = weft.embedding_bag_all_to_all(nothing, torch.zeros(1, dtype=torch.int64), [], **options)
-    assert out.shape == (6 // dist.get_world_size(), 0)
-    assert not out.requires_grad
-    weft.close()
-
-
-def test_no_rank_has_tables(ranks: RankFixture) -> None:
-    ranks(2).run(_no_tables)
-
-
-def test_what_is_not_there_has_no_weight(ranks: RankFixture) -> None:
-    ranks(2).run(_odd_weights)
-    interpreting(2).run(_odd_weights)
-
-
-def test_mistakes_are_named(ranks: RankFixture) -> None:
-    ranks(2).run(_mistakes)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 from embedding_backward import check_gradients, check_optimizer, close, flow, looked_up, ready, reference
 from embedding_work import SPECS, Case, Drawn, options_of
+from rank_pools import on_ranks
 
 import weft
 
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.ranks
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-def _gradients() -> None:
+@on_ranks(3)
+def test_backward() -> None:
     plain = Case(dims=((8, 4),) * 3)
     uneven = Case(dims=((8,), (8, 12, 92), ()), batch=7)
     for turn, spec in enumerate(SPECS[::2]):
@@ -33,11 +35,8 @@ def _gradients() -> None:
             check_optimizer(replace(uneven, weighted=True), spec, turn, kind)
 
 
-def test_backward(ranks: RankFixture) -> None:
-    ranks(3).run(_gradients)
-
-
-def _compiled() -> None:
+@on_ranks(2)
+def test_compiled_whole() -> None:
     """The whole graph, forward and backward, with batches of new lengths."""
     case = Case(dims=((8, 4), (92,)))
 
@@ -56,11 +55,9 @@ def _compiled() -> None:
             torch.testing.assert_close(mine.grad, theirs.grad)
 
 
-def test_compiled_whole(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)
-
-
-def _compiled_optimizer() -> None:
+@on_ranks(2)
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
+def test_compiled_with_an_optimizer() -> None:
     """The tables are updated by the compiled backward as by the plain one."""
     case = Case(dims=((8, 4), (92,)))
 
@@ -80,12 +77,10 @@ def _compiled_optimizer() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
-def test_compiled_with_an_optimizer(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled_optimizer)
-
-
-def _compiled_beside_a_rank_without_tables(backend: str) -> None:
+def test_compiled_beside_a_rank_without_tables(backend: str) -> None:
     """It takes part in the compiled backward, too, though nothing there is its own."""
     case = Case(dims=((8, 4), (92,), ()))
 
@@ -104,13 +99,10 @@ def _compiled_beside_a_rank_without_tables(backend: str) -> None:
             torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@on_ranks(3)
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
-def test_compiled_beside_a_rank_without_tables(ranks: RankFixture, backend: str) -> None:
-    ranks(3).run(_compiled_beside_a_rank_without_tables, backend)
-
-
-def _states_made_in_a_compiled_call(inference: bool) -> None:
+def test_states_made_in_a_compiled_call(inference: bool) -> None:
     """As they are made in a plain one, and then kept; a graph that must be whole says what to call first."""
     case = Case(dims=((8, 4), (92,), ()))
 
@@ -146,13 +138,8 @@ def _states_made_in_a_compiled_call(inference: bool) -> None:
         assert torch.equal(whole(drawn, optimizer), step(drawn, optimizer))
 
 
-@pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 does not compile a backward that changes what requires a gradient")
-def test_states_made_in_a_compiled_call(ranks: RankFixture, inference: bool) -> None:
-    ranks(3).run(_states_made_in_a_compiled_call, inference)
-
-
-def _two_lookups_before_one_backward() -> None:
+@on_ranks(2)
+def test_two_lookups_before_one_backward() -> None:
     """Each backward changes the tables; the other one's lookup has been, and needs them no more."""
     case = Case(dims=((8, 4),) * 2)
     drawn, optimizer = ready(case, 0), weft.SGD(lr=0.1)
@@ -166,11 +153,9 @@ def _two_lookups_before_one_backward() -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_two_lookups_before_one_backward(ranks: RankFixture) -> None:
-    ranks(2).run(_two_lookups_before_one_backward)
-
-
-def _in_another_default_dtype(weighted: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_lookups_in_another_default_dtype(weighted: bool) -> None:
     case = Case(dims=((8,), (8, 12), (4,)), batch=7, weighted=weighted)
     found = []
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
@@ -188,24 +173,6 @@ def _in_another_default_dtype(weighted: bool) -> None:
     for other in found[1:]:
         for one, same in zip(found[0], other, strict=True):
             torch.testing.assert_close(one, same, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_lookups_in_another_default_dtype(ranks: RankFixture, weighted: bool) -> None:
-    ranks(3).run(_in_another_default_dtype, weighted)
-
-
-def _fake() -> None:
-    drawn = ready(Case(dims=((8, 4), (92,)), weighted=True), 0)
-    rank = dist.get_rank()
-    site = (dist.group.WORLD.group_name, rank, [2, 1], [8, 4, 92], 11, "sum")  # type: ignore[union-attr]
-    rest = (torch.float32, "sequential", 1, False, False, "", 0.0, 0.0)
-    arguments = (drawn.tables, drawn.indices, drawn.offsets, drawn.weights, None, [], *site, *rest)
-    torch.library.opcheck(torch.ops.weft.embedding_bag_all_to_all, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_fakes_have_the_shapes_of_results(ranks: RankFixture) -> None:
-    ranks(2).run(_fake)
 
 
 def _weights_of_one_rank() -> list[list[float]]:
@@ -266,7 +233,8 @@ def test_weights_have_no_gradients_of_rows_that_are_gone(ranks: RankFixture) -> 
         assert once == "[2.0, 2.0, 2.0, 2.0]"
 
 
-def _weights_alone() -> None:
+@on_ranks(2)
+def test_gradients_of_weights_alone() -> None:
     """Of frozen tables, and of tables that only another rank trains: the gradients that are theirs with the tables'."""
     case, rank = Case(dims=((8, 4), (92,)), weighted=True), dist.get_rank()
     for frozen_on in ((0, 1), (0,)):
@@ -280,11 +248,9 @@ def _weights_alone() -> None:
         assert all((table.grad is None) == (rank in frozen_on) for table in drawn.tables)
 
 
-def test_gradients_of_weights_alone(ranks: RankFixture) -> None:
-    ranks(2).run(_weights_alone)
-
-
-def _no_samples(weighted: bool) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_of_no_samples(weighted: bool) -> None:
     """A batch of none: gradients are zero."""
     case = Case(dims=((8, 4), (92,)), batch=0, weighted=weighted, spare=3)
     for sparse in (False, True):
@@ -296,12 +262,8 @@ def _no_samples(weighted: bool) -> None:
             assert not given.grad.to_dense().any()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_gradients_of_no_samples(ranks: RankFixture, weighted: bool) -> None:
-    ranks(2).run(_no_samples, weighted)
-
-
-def _first_used_in_inference() -> None:
+@on_ranks(2)
+def test_an_optimizer_that_is_first_used_in_inference() -> None:
     """States that a first lookup has made without a backward, as a model's that is evaluated before it is trained."""
     case = Case(dims=((8, 4), (92,)))
     found = []
@@ -314,10 +276,6 @@ def _first_used_in_inference() -> None:
         found.append([*drawn.tables, *optimizer.states])
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def test_an_optimizer_that_is_first_used_in_inference(ranks: RankFixture) -> None:
-    ranks(2).run(_first_used_in_inference)
 
 
 def _fails_alone(how: str) -> tuple[str, float]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RankFixture
 from float8 import quantise
+from rank_pools import on_ranks
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import weft
@@ -60,7 +60,26 @@ def _leaf(*shape: int) -> torch.Tensor:
     return torch.ones(*shape, requires_grad=True)
 
 
-def _plain() -> None:
+@on_ranks(2)
+def test_a_backward_counts_the_rows_of_each_expert() -> None:
+    """Forward and backward of 1 and 3 experts on each rank, one without rows: as torch counts the products of their rows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for count in (1, 3):
+        splits = [torch.tensor([[2 + of, 0, 3][:count], [1, 2, 0][:count]]) for of in range(size)]
+        arriving = sum(int(each[rank].sum()) for each in splits)
+
+        def layer(x: Tensor, up: Tensor, down: Tensor, splits: Tensor = splits[rank]) -> Tensor:
+            hidden, counts = weft.all_to_all_matmul(x, up, splits=splits, max_rows=40)
+            return weft.matmul_all_to_all(hidden, down, splits=counts, max_rows=40)[0]
+
+        x = _leaf(int(splits[rank].sum()), K)
+        found = _count(lambda: layer(x, _leaf(count, K, N), _leaf(count, N, K)), backward=True)  # noqa: B023
+        expected = _of_torch(arriving, K, N, backward=True) + _of_torch(arriving, N, K, backward=True)
+        assert found == expected, (count, found, expected)
+
+
+@on_ranks(2)
+def test_a_rank_counts_its_own_products() -> None:
     """Forward and backward of each operator: three products of the sizes of this rank's."""
     size, rank = dist.get_world_size(), dist.get_rank()
     k, n, all_rows, world = K // size, N // size, M * size, dist.group.WORLD
@@ -95,34 +114,8 @@ def _plain() -> None:
     assert out == _of_torch(3 + rank, K, N, backward=False)
 
 
-def _several_experts() -> None:
-    """Forward and backward of 1 and 3 experts on each rank, one without rows: as torch counts the products of their rows."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for count in (1, 3):
-        splits = [torch.tensor([[2 + of, 0, 3][:count], [1, 2, 0][:count]]) for of in range(size)]
-        arriving = sum(int(each[rank].sum()) for each in splits)
-
-        def layer(x: Tensor, up: Tensor, down: Tensor, splits: Tensor = splits[rank]) -> Tensor:
-            hidden, counts = weft.all_to_all_matmul(x, up, splits=splits, max_rows=40)
-            return weft.matmul_all_to_all(hidden, down, splits=counts, max_rows=40)[0]
-
-        x = _leaf(int(splits[rank].sum()), K)
-        found = _count(lambda: layer(x, _leaf(count, K, N), _leaf(count, N, K)), backward=True)  # noqa: B023
-        expected = _of_torch(arriving, K, N, backward=True) + _of_torch(arriving, N, K, backward=True)
-        assert found == expected, (count, found, expected)
-
-
-@pytest.mark.ranks
-def test_a_backward_counts_the_rows_of_each_expert(ranks: RankFixture) -> None:
-    ranks(2).run(_several_experts)
-
-
-@pytest.mark.ranks
-def test_a_rank_counts_its_own_products(ranks: RankFixture) -> None:
-    ranks(2).run(_plain)
-
-
-def _scaled() -> None:
+@on_ranks(2)
+def test_products_of_fp8_count_as_any_others() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     k, n = K // size, N // size
     for op, rows, inner, columns in (
@@ -147,11 +140,6 @@ def _scaled() -> None:
     x, (weight, scale) = torch.ones(3, 2, K), quantise(torch.ones(K, N), "rowwise", "b")
     linears = column_parallel.quantised_linears
     assert _count(lambda: linears(x, [weight.t()], [scale], "rowwise"), backward=False) == 2 * 6 * K * N
-
-
-@pytest.mark.ranks
-def test_products_of_fp8_count_as_any_others(ranks: RankFixture) -> None:
-    ranks(2).run(_scaled)
 
 
 _LATE = """

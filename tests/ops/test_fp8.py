@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from float8 import E4M3, E5M2, dequantised, quantise
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, on_ranks
 from rank_work import here
 
 import weft
@@ -137,7 +137,14 @@ def test_every_family_as_kernels(interpreted: Ranks, op: Op, recipe: Recipe) -> 
         assert (exchanges > 0) == (op in REDUCTIONS)
 
 
-def _special_rows(recipe: Recipe) -> None:
+def _pairs(given: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """By rank, its a and its b with their scales."""
+    return list(zip(given["a"], given["b"], strict=True))
+
+
+@on_ranks(pool="interpreted")
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_special_rows_in_one_kernel(recipe: Recipe) -> None:
     """On rank 0 a row of zeros, one with a scale of 0, and rows with a NaN or whose scale is one, next to rows of numbers."""
     rank, rows = dist.get_rank(), 6
     given = drawn("matmul_all_reduce", rows, 11, recipe, (E4M3, E4M3))
@@ -162,17 +169,9 @@ def _special_rows(recipe: Recipe) -> None:
         assert torch.equal(zeros, torch.zeros_like(zeros))
 
 
-def _pairs(given: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """By rank, its a and its b with their scales."""
-    return list(zip(given["a"], given["b"], strict=True))
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_special_rows_in_one_kernel(interpreted: Ranks, recipe: Recipe) -> None:
-    interpreted.run(_special_rows, recipe)
-
-
-def check_options(op: Op) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_dtypes_bias_and_shapes(op: Op) -> None:
     """Every dtype, a bias, several calls with other operands, and rows of three dimensions."""
     rank, public = dist.get_rank(), getattr(weft, op)
     for seed, (dtypes, out_dtype) in enumerate(
@@ -185,12 +184,6 @@ def check_options(op: Op) -> None:
         out = public(shaped[0], b, scale_a=shaped[1], scale_b=scale_b, output_dtype=out_dtype, bias=bias, use_fast_accum=True)
         assert out.dtype == bias.dtype
         _close(out.view(-1, N), given["exact"][rank] + bias.double(), (op, dtypes))
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("op", OPS)
-def test_dtypes_bias_and_shapes(ranks: RankFixture, op: Op) -> None:
-    ranks(2).run(check_options, op)
 
 
 def _returned(op: Op, name: str, recipe: Recipe) -> None:
@@ -215,7 +208,8 @@ def test_rows_come_back_with_their_scales(ranks: RankFixture, op: Op, recipe: Re
     ranks(2).run(_returned, op, "", recipe)
 
 
-def _several() -> None:
+@on_ranks(2)
+def test_several_b_have_a_scale_each() -> None:
     rank = dist.get_rank()
     given = [drawn("all_gather_matmul", 8, seed, "rowwise", (E4M3, E4M3)) for seed in (5, 6)]
     exact_a = torch.cat([dequantised(*one, "rowwise", "a") for one in given[0]["a"]])
@@ -226,12 +220,8 @@ def _several() -> None:
         _close(out, exact_a @ dequantised(*b, "rowwise", "b"), "several b")
 
 
-@pytest.mark.ranks
-def test_several_b_have_a_scale_each(ranks: RankFixture) -> None:
-    ranks(2).run(_several)
-
-
-def check_special() -> None:
+@on_ranks(2)
+def test_special_values_are_those_of_torch() -> None:
     """What is no number, and what is none any more once it is scaled, comes out as torch's own product has it."""
     rank = dist.get_rank()
     given = drawn("all_gather_matmul", 8, 7, "rowwise", (E4M3, E4M3))
@@ -255,12 +245,8 @@ def check_special() -> None:
     torch.testing.assert_close(out[numbers], wanted[numbers], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.ranks
-def test_special_values_are_those_of_torch(ranks: RankFixture) -> None:
-    ranks(2).run(check_special)
-
-
-def _mistakes() -> None:
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
     a, scale_a = quantise(torch.randn(4, K), "rowwise", "a")
     b, scale_b = quantise(torch.randn(K, N), "rowwise", "b")
     good: dict[str, Any] = {"a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b}
@@ -295,12 +281,8 @@ def _mistakes() -> None:
         weft.matmul_all_to_all(a, b, split_dim=-1, scale_a=scale_a)
 
 
-@pytest.mark.ranks
-def test_mistakes_are_named(ranks: RankFixture) -> None:
-    ranks(1).run(_mistakes)
-
-
-def _zero_scale() -> None:
+@on_ranks(1)
+def test_a_tensorwise_scale_may_be_zero() -> None:
     a, scale_a = quantise(torch.randn(4, K), "tensorwise", "a")
     b, scale_b = quantise(torch.randn(K, N), "tensorwise", "b")
     for op in ("all_gather_matmul", "matmul_all_reduce"):
@@ -308,12 +290,8 @@ def _zero_scale() -> None:
         assert not out.any(), op
 
 
-@pytest.mark.ranks
-def test_a_tensorwise_scale_may_be_zero(ranks: RankFixture) -> None:
-    ranks(1).run(_zero_scale)
-
-
-def _compiled() -> None:
+@on_ranks(2)
+def test_torch_compile() -> None:
     rank = dist.get_rank()
     given = drawn("all_gather_matmul", 8, 9, "rowwise", (E4M3, E4M3))
     (a, scale_a), (b, scale_b) = given["a"][rank], given["b"][rank]
@@ -325,20 +303,11 @@ def _compiled() -> None:
     assert torch.equal(out, call(a, b, scale_a, scale_b))
 
 
-@pytest.mark.ranks
-def test_torch_compile(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)
-
-
-def _row_counts() -> None:
+@on_ranks(2)
+def test_many_row_counts() -> None:
     """Row counts past the first few are padded to a bucket, and their scales with them."""
     for rows in range(2, 26, 2):
         given = drawn("all_gather_matmul", rows, rows, "blockwise", (E4M3, E4M3))
         (a, scale_a), (b, scale_b) = given["a"][dist.get_rank()], given["b"][dist.get_rank()]
         out = weft.all_gather_matmul(a, b, scale_a=scale_a, scale_b=scale_b, output_dtype=torch.float32)
         _close(out, given["exact"][dist.get_rank()], rows)
-
-
-@pytest.mark.ranks
-def test_many_row_counts(ranks: RankFixture) -> None:
-    ranks(2).run(_row_counts)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from float8 import E4M3, dequantised, quantise
-from rank_pools import interpreted_ranks
+from launch_counts import counting
+from rank_pools import interpreted_ranks, on_ranks
 from rank_work import here
 
 import weft
@@ -114,32 +115,20 @@ def test_rows_are_quantised_on_their_way(ranks: RankFixture, op: Op, recipe: Rec
         ranks(3).run(check_quantised, op, recipe, dtype)
 
 
-def _as_kernels(op: Op, recipe: Recipe, dtype: torch.dtype) -> int:
-    """How often the kernel that quantises ran."""
-    from weft.runtime.pushes import QuantisingPush
-
-    launches, launch = 0, QuantisingPush.launch
-
-    def counted(self: QuantisingPush, *arguments: Any, **options: Any) -> None:
-        nonlocal launches
-        launches += 1
-        launch(self, *arguments, **options)
-
-    QuantisingPush.launch = counted  # type: ignore[method-assign]
-    try:
-        check_quantised(op, recipe, dtype)
-    finally:
-        QuantisingPush.launch = launch  # type: ignore[method-assign]
-    return launches
-
-
+@on_ranks(pool="interpreted")
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 @pytest.mark.parametrize("op", TRAVELS)
-def test_the_kernel_that_quantises(interpreted: Ranks, op: Op, recipe: Recipe) -> None:
-    assert min(interpreted.run(_as_kernels, op, recipe, torch.float16)) > 0
+def test_the_kernel_that_quantises(op: Op, recipe: Recipe) -> None:
+    from weft.runtime.pushes import QuantisingPush
+
+    with counting(QuantisingPush) as launches:
+        check_quantised(op, recipe, torch.float16)
+    assert launches.count > 0
 
 
-def _local(op: Op) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("op", [op for op in OPS if op not in TRAVELS])
+def test_rows_that_stay_are_quantised_here(op: Op) -> None:
     """Where no rows of a travel, it is quantised before it is multiplied."""
     a, b = torch.randn(6, K).bfloat16(), torch.randn(K, N) / 16
     for recipe in ("rowwise", "blockwise"):
@@ -149,13 +138,8 @@ def _local(op: Op) -> None:
         assert torch.equal(out, getattr(weft, op)(rows, elements, scale_a=scale_a, scale_b=scale_b))
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("op", [op for op in OPS if op not in TRAVELS])
-def test_rows_that_stay_are_quantised_here(ranks: RankFixture, op: Op) -> None:
-    ranks(2).run(_local, op)
-
-
-def _mistakes() -> None:
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
     scaling = torch.nn.functional.ScalingType
     b, scale_b = quantise(torch.randn(K, N), "rowwise", "b")
     good: dict[str, Any] = {"a": torch.randn(4, K).bfloat16(), "b": b, "scale_b": scale_b}
@@ -173,8 +157,3 @@ def _mistakes() -> None:
     residual = torch.zeros(4, N, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(ValueError, match="residual requires a gradient"):
         weft.matmul_all_reduce(good["a"], b, scale_b=scale_b, residual=residual)
-
-
-@pytest.mark.ranks
-def test_mistakes_are_named(ranks: RankFixture) -> None:
-    ranks(1).run(_mistakes)

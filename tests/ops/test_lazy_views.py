@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, on_ranks
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import weft
 from weft import collectives
-from weft.runtime.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -26,7 +25,8 @@ SCHEDULES = {
 }
 
 
-def _values() -> None:
+@on_ranks(pool="interpreted")
+def test_a_view_has_its_values() -> None:
     draw = torch.Generator().manual_seed(dist.get_rank())
     a, b = (torch.randn(shape, generator=draw).half() for shape in ((32, 32), (32, 16)))
     minus_a, minus_b = torch._neg_view(a), torch._neg_view(b)
@@ -45,22 +45,16 @@ def _values() -> None:
         )
 
 
-def test_a_view_has_its_values(interpreted: Ranks) -> None:
-    interpreted.run(_values)
-
-
-def _refused() -> None:
+@on_ranks(pool="interpreted")
+def test_results_are_not_written_below_one() -> None:
     a = torch._neg_view(torch.ones(4))
     for call in (lambda: collectives.all_reduce(a), lambda: weft.AllReduce(a)):
         with pytest.raises(ValueError, match="tensor is a view of values that torch has yet to negate"):
             call()
 
 
-def test_results_are_not_written_below_one(interpreted: Ranks) -> None:
-    interpreted.run(_refused)
-
-
-def _without_memory() -> None:
+@on_ranks(pool="interpreted")
+def test_what_is_in_other_tensors_is_refused() -> None:
     """A tensor of a collective that is under way, and a sharded one: by address, there is nothing of them."""
     late = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)  # type: ignore[arg-type]
     sharded = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
@@ -74,7 +68,3 @@ def _without_memory() -> None:
     total = late.wait()
     collectives.all_reduce(total)
     assert total.tolist() == [4.0] * 4
-
-
-def test_what_is_in_other_tensors_is_refused(interpreted: Ranks) -> None:
-    interpreted.run(_without_memory)

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from collective_work import Case, in_place, moves, sums
+from launch_counts import counting
 from nodes_work import SPECS, check_every_operator
-from rank_work import check_gather, whole
+from rank_pools import on_ranks
+from rank_work import check_gather, slowed, whole
 from single_process_ranks import wait_for
 from test_all_to_all import check_both as check_exchanges
 
@@ -45,7 +47,8 @@ def two_nodes() -> Iterator[Ranks]:
         yield pool
 
 
-def _uneven_nodes() -> None:
+@on_ranks(pool="two_nodes")
+def test_nodes_of_different_sizes() -> None:
     """Three ranks on one node, one on another: a group that begins anew asks how ranks are cut."""
     weft.close()
     os.environ["WEFT_RANKS_PER_NODE"] = "3"
@@ -60,39 +63,22 @@ def _uneven_nodes() -> None:
         os.environ["WEFT_RANKS_PER_NODE"] = "2"
 
 
-@pytest.mark.ranks
-def test_nodes_of_different_sizes(two_nodes: Ranks) -> None:
-    two_nodes.run(_uneven_nodes)
-
-
 def _interpreted() -> int:
     """Launches of kernels. No other work of these ranks loads a kernel: what is loaded here is interpreted."""
     os.environ["TRITON_INTERPRET"] = "1"
     from weft.runtime import fused, lookups
 
-    launches = 0
-    kinds = (fused.FusedGemm, fused.FusedSum, lookups.FusedLookup)
     weft.close()
     bound, os.environ["WEFT_TIMEOUT_S"] = os.environ["WEFT_TIMEOUT_S"], "60"
-    launch = {kind: kind.launch for kind in kinds}
-
-    def counted(self: object, *arguments: object, **options: object) -> None:
-        nonlocal launches
-        launches += 1
-        launch[type(self)](self, *arguments, **options)  # type: ignore[index]
-
-    for kind in kinds:
-        kind.launch = counted  # type: ignore[method-assign, assignment]
     try:
-        check_every_operator(40, 24, 32, torch.float16, "node_slices:2", 0)
+        with counting(fused.FusedGemm, fused.FusedSum, lookups.FusedLookup) as launches:
+            check_every_operator(40, 24, 32, torch.float16, "node_slices:2", 0)
     finally:
-        for kind in kinds:
-            kind.launch = launch[kind]  # type: ignore[method-assign]
         dist.barrier()
         weft.close()
         os.environ["WEFT_TIMEOUT_S"] = bound
         del os.environ["TRITON_INTERPRET"]
-    return launches
+    return launches.count
 
 
 @pytest.mark.ranks
@@ -102,7 +88,8 @@ def test_kernels_interpreted(two_nodes: Ranks) -> None:
     assert min(two_nodes.run(_interpreted)) >= 6
 
 
-def _backward() -> None:
+@on_ranks(pool="two_nodes")
+def test_backward_goes_across_nodes() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b, _ = whole(24, 16, 8, torch.float32, 3)
     mine = a.chunk(size)[rank].clone().requires_grad_()
@@ -116,36 +103,17 @@ def _backward() -> None:
     assert torch.allclose(weight.grad, (a.t() @ grad).chunk(size, 1)[rank], atol=1e-4)
 
 
-@pytest.mark.ranks
-def test_backward_goes_across_nodes(two_nodes: Ranks) -> None:
-    two_nodes.run(_backward)
-
-
-def _with_a_slow_rank(late: str) -> None:
+@on_ranks(pool="two_nodes")
+@pytest.mark.parametrize("late", ["compute", "transport"])
+def test_calls_in_a_row_with_a_slow_rank(late: str) -> None:
     """New data each call, with one rank late to compute, or to send: what has not been received is not overwritten."""
     from weft.runtime.host import HostProgram
     from weft.runtime.host_resources import HostWire
 
-    matmul, exchange = HostProgram.multiply, HostWire.exchange
-
-    def slowed(whole_: Callable[..., None]) -> Callable[..., None]:
-        return lambda *a, **k: (time.sleep(0.004), whole_(*a, **k))[1]
-
-    if dist.get_rank() == 2 and late == "compute":
-        HostProgram.multiply = slowed(matmul)  # type: ignore[method-assign]
-    if dist.get_rank() == 2 and late == "transport":
-        HostWire.exchange = slowed(exchange)  # type: ignore[method-assign]
-    try:
+    owner, name = {"compute": (HostProgram, "multiply"), "transport": (HostWire, "exchange")}[late]
+    with slowed(owner, name, 0.004, rank=2):
         for call in range(6):
             check_every_operator(24, 12, 10, torch.float32, "node_slices:2", call)
-    finally:
-        HostProgram.multiply, HostWire.exchange = matmul, exchange  # type: ignore[method-assign]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("late", ["compute", "transport"])
-def test_calls_in_a_row_with_a_slow_rank(two_nodes: Ranks, late: str) -> None:
-    two_nodes.run(_with_a_slow_rank, late)
 
 
 def _out_of_reach() -> tuple[tuple[int, ...], bool, list[int]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 
 import weft
 from weft.schedules import names
@@ -80,7 +81,8 @@ def test_ranks_that_differ_in_it_are_named(ranks: RankFixture) -> None:
         assert re.match(r"ranks disagree in call \d+:\n  K: rank", message)
 
 
-def _on_some_ranks() -> None:
+@on_ranks(3)
+def test_a_rank_without_columns() -> None:
     """Rows in several dimensions, of which only rank 0 has columns to sum."""
     k = 2 if dist.get_rank() == 0 else 0
     a, b = torch.ones(2, 3, k, requires_grad=True), torch.ones(k, 4, requires_grad=True)
@@ -91,7 +93,3 @@ def _on_some_ranks() -> None:
     assert torch.equal(a.grad, torch.full((2, 3, k), 4.0))
     assert torch.equal(b.grad, torch.full((k, 4), 6.0))
     assert weft.matmul_all_reduce(a, b[:, :0], residual=residual[..., :0]).shape == (2, 3, 0)
-
-
-def test_a_rank_without_columns(ranks: RankFixture) -> None:
-    ranks(3).run(_on_some_ranks)

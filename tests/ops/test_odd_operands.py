@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, on_ranks
 
 import weft
 from weft.runtime.ranks import Ranks
@@ -50,7 +50,8 @@ def test_empty_middle_dimensions_stay(ranks: RankFixture) -> None:
     assert ranks(2).run(_empty_middles) == [shapes] * 2
 
 
-def _parts_that_change() -> None:
+@on_ranks(2, 3)
+def test_one_ranks_part_may_change_alone() -> None:
     """The last rank's b has another width in every other call, and in the second half every rank's has another one."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for call in range(8):
@@ -58,11 +59,6 @@ def _parts_that_change() -> None:
         a, b = torch.full((4, 8), float(call)), torch.ones(8, 5 - change)
         out = weft.all_gather_matmul(a, b, schedule="flag_gated:2")
         assert torch.equal(out, torch.full((4 * size, 5 - change), 8.0 * call))
-
-
-@pytest.mark.parametrize("ranks_of", [2, 3])
-def test_one_ranks_part_may_change_alone(ranks: RankFixture, ranks_of: int) -> None:
-    ranks(ranks_of).run(_parts_that_change)
 
 
 def _capacities() -> list[bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from families import TP_NAMES
-from rank_work import both_have, check_both, check_gather, check_scatter, whole
+from rank_pools import on_ranks
+from rank_work import both_have, check_both, check_gather, check_scatter, slowed, whole
 
 import weft
 from weft.core.errors import RankMismatch
@@ -23,31 +25,22 @@ from weft.schedules import FAMILIES
 pytestmark = pytest.mark.ranks
 
 
-def _new_data_each_call(delay: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("delay", ["nothing", "compute", "transport"])
+def test_calls_in_a_row_with_a_slow_rank(delay: str) -> None:
     """Many calls in a row, new data each, while one lane or one rank is slow: buffers and flags are reused early and late."""
     from weft.runtime.bindings import Bindings
     from weft.runtime.host import HostProgram
 
-    matmul, view = HostProgram.multiply, Bindings.pieces
-    slow = dist.get_rank() == 1
-    try:
-        if delay == "compute" and slow:
-            HostProgram.multiply = lambda *a, **k: (time.sleep(0.002), matmul(*a, **k))[1]  # type: ignore[method-assign]
-        if delay == "transport" and slow:
-            Bindings.pieces = lambda self, region: (time.sleep(0.0005), view(self, region))[1]  # type: ignore[method-assign]
+    late = {"compute": (HostProgram, "multiply", 0.002), "transport": (Bindings, "pieces", 0.0005)}.get(delay)
+    with slowed(*late) if late else nullcontext():
         for call in range(6):
             for name in TP_NAMES:
                 check_both(37, 23, 19, torch.float32, f"{name}:2" if FAMILIES[name].chunked else name, 7 * call)
-    finally:
-        HostProgram.multiply, Bindings.pieces = matmul, view  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("delay", ["nothing", "compute", "transport"])
-def test_calls_in_a_row_with_a_slow_rank(ranks: RankFixture, delay: str) -> None:
-    ranks(3).run(_new_data_each_call, delay)
-
-
-def _layouts() -> None:
+@on_ranks(2, 3)
+def test_leading_dimensions_and_strides() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     a = torch.randn(3, 10, 8, generator=torch.Generator().manual_seed(3))
     b = torch.randn(8, 6, generator=torch.Generator().manual_seed(4))
@@ -65,12 +58,8 @@ def _layouts() -> None:
     torch.testing.assert_close(out, (a @ b)[low:high])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_leading_dimensions_and_strides(ranks: RankFixture, world_size: int) -> None:
-    ranks(world_size).run(_layouts)
-
-
-def _several_b() -> None:
+@on_ranks(3)
+def test_several_b_share_one_gather() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b, _ = whole(12, 30, 8, torch.float32, 5)
     low, high = split(12, size)[rank]
@@ -83,11 +72,8 @@ def _several_b() -> None:
             torch.testing.assert_close(out, a @ each)
 
 
-def test_several_b_share_one_gather(ranks: RankFixture) -> None:
-    ranks(3).run(_several_b)
-
-
-def _subgroups() -> None:
+@on_ranks(4)
+def test_sub_groups_and_the_world_side_by_side() -> None:
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
     mine = pairs[0] if rank in (0, 3) else pairs[1]
@@ -102,11 +88,8 @@ def _subgroups() -> None:
         weft.close(group)
 
 
-def test_sub_groups_and_the_world_side_by_side(ranks: RankFixture) -> None:
-    ranks(4).run(_subgroups)
-
-
-def _first_calls_on_two_threads() -> None:
+@on_ranks(2)
+def test_ranks_first_call_two_groups_in_orders_of_their_own() -> None:
     """Of two groups, each by a thread of its own; the ranks come to them one after the other, in orders of their own."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
@@ -120,11 +103,8 @@ def _first_calls_on_two_threads() -> None:
         weft.close(group)
 
 
-def test_ranks_first_call_two_groups_in_orders_of_their_own(ranks: RankFixture) -> None:
-    ranks(2).run(_first_calls_on_two_threads)
-
-
-def _auto_and_values() -> None:
+@on_ranks(2)
+def test_auto_and_schedule_values() -> None:
     check_both(64, 32, 16, torch.bfloat16, "auto", 0)
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b, expected = whole(8, 6, 4, torch.float32, 1)
@@ -139,11 +119,8 @@ def _auto_and_values() -> None:
     check_gather(8, 6, 4, torch.float32, "flag_gated", 2)  # a mistake that all ranks share breaks nothing
 
 
-def test_auto_and_schedule_values(ranks: RankFixture) -> None:
-    ranks(2).run(_auto_and_values)
-
-
-def _specials() -> None:
+@on_ranks(3)
+def test_nan_and_inf_travel() -> None:
     """NaN and inf come out where the sequential program has them, whatever the schedule."""
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b, _ = whole(12, 6, 8, torch.float32, 2)
@@ -157,39 +134,6 @@ def _specials() -> None:
         if both_have(name):
             out = weft.matmul_reduce_scatter(a[:, first:last], b[first:last], schedule=name)
             torch.testing.assert_close(out, partial_sums[low:high], equal_nan=True)
-
-
-def test_nan_and_inf_travel(ranks: RankFixture) -> None:
-    ranks(3).run(_specials)
-
-
-def _compiled() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    a, b, expected = whole(16, 8, 4, torch.float32, 6)
-    rows, cols, inner = split(16, size)[rank], split(8, size)[rank], split(4, size)[rank]
-    group = dist.group.WORLD
-    assert group is not None
-
-    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return weft.all_gather_matmul(x, w, schedule="flag_gated") * 2
-
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    got = compiled(a[slice(*rows)], b[:, slice(*cols)])
-    torch.testing.assert_close(got, expected[:, slice(*cols)].float() * 2)
-    torch.library.opcheck(
-        torch.ops.weft.all_gather_matmul,
-        (a[slice(*rows)], [b[:, slice(*cols)]], group.group_name, 16, 1, "shard_p2p", True, False),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-    torch.library.opcheck(
-        torch.ops.weft.matmul_reduce_scatter,
-        ([a[:, slice(*inner)]], [b[slice(*inner)]], group.group_name, rank, size, 1, "shard_p2p", "sum"),
-        test_utils=("test_schema", "test_faketensor"),
-    )
-
-
-def test_compiles_as_one_graph(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)
 
 
 def _compiled_sizes() -> int:
@@ -230,7 +174,8 @@ class _Gathered(torch.autograd.Function):
         return weft.matmul_reduce_scatter(grad, ctx.saved_tensors[0].t()), None
 
 
-def _compiled_function() -> None:
+@on_ranks(2)
+def test_a_function_whose_backward_calls_an_operator_compiles_as_one_graph() -> None:
     a, b = torch.ones(2, 4, requires_grad=True), torch.rand(4, 3)
     found: list[torch.Tensor] = []
 
@@ -240,10 +185,6 @@ def _compiled_function() -> None:
     for run in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
         found += torch.autograd.grad(run(a), a)
     torch.testing.assert_close(found[1], found[0])
-
-
-def test_a_function_whose_backward_calls_an_operator_compiles_as_one_graph(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled_function)
 
 
 def _resources() -> tuple[int, int, int]:
@@ -285,7 +226,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def _mistakes() -> None:
+@on_ranks(2)
+def test_mistakes_are_told_and_nothing_is_lost() -> None:
     for _, change, message in MISTAKES:
         arguments: dict[str, Any] = {"a": torch.ones(2, 4), "b": torch.ones(4, 2), **change}
         with pytest.raises(ValueError, match=message):
@@ -296,10 +238,6 @@ def _mistakes() -> None:
     with pytest.raises(ValueError, match=r"matmul_all_reduce: torch\.jit\.trace cannot record"):
         trace(lambda a, b: weft.matmul_all_reduce(a, b), (torch.ones(2, 4), torch.ones(4, 2)))
     check_gather(8, 6, 4, torch.float32, "flag_gated", 2)
-
-
-def test_mistakes_are_told_and_nothing_is_lost(ranks: RankFixture) -> None:
-    ranks(2).run(_mistakes)
 
 
 def test_no_process_group() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RankFixture
+from rank_pools import on_ranks
 from torch.distributed.tensor.debug import CommDebugMode
 
 from weft.ops.parts import cut, gathered
@@ -35,7 +35,9 @@ def _mine(x: Tensor, dim: int) -> Tensor:
     return x.narrow(dim, low, min(size, x.shape[dim] - low))
 
 
-def _move_all(compiled: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parts_and_wholes_have_each_others_values_and_gradients(compiled: bool) -> None:
     group = dist.group.WORLD
     assert group is not None
     torch.compiler.reset()
@@ -59,7 +61,8 @@ def _move_all(compiled: bool) -> None:
         torch.testing.assert_close(mine.grad, 2 * mine.detach() * _mine(weights, dim))
 
 
-def _move_twice() -> None:
+@on_ranks(3)
+def test_gradients_of_moves_have_gradients() -> None:
     group = dist.group.WORLD
     assert group is not None
     for shape, dim in CASES:
@@ -75,7 +78,8 @@ def _move_twice() -> None:
         torch.testing.assert_close(second, 6 * mine.detach() * _mine(weights, dim) ** 2)
 
 
-def _own_memory() -> None:
+@on_ranks(2)
+def test_results_have_memory_of_their_own() -> None:
     """Results may be written in place, and keep no larger tensor alive."""
     group = dist.group.WORLD
     assert group is not None
@@ -89,27 +93,11 @@ def _own_memory() -> None:
         assert x.equal(_values(shape))
 
 
-def _observed() -> None:
+@on_ranks(2)
+def test_modes_of_torch_see_the_collectives() -> None:
     group = dist.group.WORLD
     assert group is not None
     with CommDebugMode() as mode:
         found = gathered(cut(_values((1, 5, 3)), group, 1), group, 1, 5)
     assert mode.get_total_counts() == 1
     assert found.equal(_values((1, 5, 3)))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_parts_and_wholes_have_each_others_values_and_gradients(ranks: RankFixture, compiled: bool) -> None:
-    ranks(3).run(_move_all, compiled)
-
-
-def test_gradients_of_moves_have_gradients(ranks: RankFixture) -> None:
-    ranks(3).run(_move_twice)
-
-
-def test_results_have_memory_of_their_own(ranks: RankFixture) -> None:
-    ranks(2).run(_own_memory)
-
-
-def test_modes_of_torch_see_the_collectives(ranks: RankFixture) -> None:
-    ranks(2).run(_observed)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from ragged_work import PATTERNS, Case, counts_of, round_trip
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, on_ranks
 
 import weft
 from weft.comm import shared_memory
@@ -41,15 +41,12 @@ def test_on_hosts(ranks: RankFixture, world_size: int) -> None:
 interpreted = interpreted_ranks([2], slow=[4])
 
 
-def _kernels() -> None:
+@on_ranks(pool="interpreted")
+def test_kernels_interpreted() -> None:
     assert os.environ["TRITON_INTERPRET"] == "1"
     _patterns(torch.float16, 40, 24, (3,) if dist.get_world_size() == 2 else (1,))
     if dist.get_world_size() == 2:
         round_trip("random", 2, 24, 40, torch.float16, 1, most=45)  # segments of more than one tile
-
-
-def test_kernels_interpreted(interpreted: Ranks) -> None:
-    interpreted.run(_kernels)
 
 
 def _late(calls: int) -> None:
@@ -123,8 +120,9 @@ def test_gradients_interpreted(interpreted: Ranks) -> None:
     interpreted.run(_gradients, torch.float16)
 
 
-def _compiled() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
+@on_ranks(2)
+def test_compiles_as_one_graph() -> None:
+    rank = dist.get_rank()
     case = Case(counts_of("random", 2, 4), 8, 16, torch.float32, 4)
     splits = case.counts[rank]
 
@@ -139,16 +137,6 @@ def _compiled() -> None:
     layer(*theirs, splits).square().sum().backward()
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, two.grad)
-    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    options = (None, None, group, size, 64, None, "", "auto")
-    arguments = (case.rows[rank], case.b[rank], splits, *options, True, "", None, False)
-    torch.library.opcheck(torch.ops.weft.ragged_all_to_all_matmul, arguments, test_utils=("test_schema", "test_faketensor"))
-    arguments = (case.rows[rank], case.b[rank], splits.t().contiguous(), *options, False, "", None, False)
-    torch.library.opcheck(torch.ops.weft.ragged_matmul_all_to_all, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_compiles_as_one_graph(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)
 
 
 def _exchange() -> Any:
@@ -239,7 +227,9 @@ def test_the_second_rank_is_named_on_both(interpreted: Ranks) -> None:
     _same_of_both(interpreted, [4, 12], 20, (8, 20), says)
 
 
-def _own_rows_that_do_not_fit() -> None:
+@on_ranks(pool="interpreted")
+@pairs
+def test_own_rows_that_do_not_fit_are_written_nowhere() -> None:
     """A combine in which a rank has more rows for itself than fit into its result, with other memory below that."""
     weft.close()
     size, rank, room = dist.get_world_size(), dist.get_rank(), 12
@@ -254,11 +244,6 @@ def _own_rows_that_do_not_fit() -> None:
     assert torch.equal(memory[room:], torch.full((24 - room, 8), 7.0, dtype=torch.float16))
     dist.barrier()
     weft.close()
-
-
-@pairs
-def test_own_rows_that_do_not_fit_are_written_nowhere(interpreted: Ranks) -> None:
-    interpreted.run(_own_rows_that_do_not_fit)
 
 
 @pairs
@@ -319,7 +304,9 @@ def test_a_rank_whose_peer_was_faster_raises_the_same(interpreted: Ranks) -> Non
     assert "this process group has failed" in peers
 
 
-def _odd_layouts() -> None:
+@on_ranks(pool="interpreted")
+@pairs
+def test_whatever_the_strides() -> None:
     """Of dimensions of one, where torch lets a stride be anything, and of rows that are all one."""
     splits = torch.zeros(dist.get_world_size(), dtype=torch.int32)
     splits[dist.get_rank()] = 1
@@ -329,11 +316,6 @@ def _odd_layouts() -> None:
         for operator in (weft.all_to_all_matmul, weft.matmul_all_to_all):
             out, _ = operator(a, b, splits=splits, max_rows=16)
             torch.testing.assert_close(out[:1], a @ b[0], rtol=1e-2, atol=5e-2)
-
-
-@pairs
-def test_whatever_the_strides(interpreted: Ranks) -> None:
-    interpreted.run(_odd_layouts)
 
 
 def _many_calls() -> list[list[int]]:
@@ -411,7 +393,10 @@ def test_no_columns_to_multiply_on_hosts(ranks: RankFixture) -> None:
     ranks(2).run(_nothing_to_multiply, torch.float32)
 
 
-def _late_rows(family: str) -> None:
+@on_ranks(pool="interpreted")
+@pairs
+@pytest.mark.parametrize("family", ["fused", "sequential"])
+def test_rows_are_waited_for_where_there_are_no_columns(family: str) -> None:
     """Rank 1 pushes its rows long after its counts. Rank 0 has the counts of all then, and no column to multiply, so no tile
     waits. In each call other rows arrive."""
     weft.close()
@@ -433,13 +418,8 @@ def _late_rows(family: str) -> None:
     weft.close()
 
 
-@pairs
-@pytest.mark.parametrize("family", ["fused", "sequential"])
-def test_rows_are_waited_for_where_there_are_no_columns(interpreted: Ranks, family: str) -> None:
-    interpreted.run(_late_rows, family)
-
-
-def _signals() -> None:
+@on_ranks(pool="interpreted")
+def test_as_many_signals_as_are_waited_for() -> None:
     """An empty segment lies between others within a tile, and is told of by nobody."""
     weft.close()
     size, eye = dist.get_world_size(), torch.eye(8, dtype=torch.float16)
@@ -456,11 +436,9 @@ def _signals() -> None:
         assert torch.equal(exchange.arrived.local, exchange.goals)
 
 
-def test_as_many_signals_as_are_waited_for(interpreted: Ranks) -> None:
-    interpreted.run(_signals)
-
-
-def _no_room() -> None:
+@on_ranks(pool="interpreted")
+@pairs
+def test_products_have_the_room_of_the_first_call() -> None:
     """A first call with few rows leaves room for as many as max_rows; a later a may not have more."""
     weft.close()
     eye, splits = torch.eye(8, dtype=torch.float16), torch.zeros(dist.get_world_size(), dtype=torch.int32)
@@ -472,11 +450,6 @@ def _no_room() -> None:
         weft.matmul_all_to_all(torch.ones(25, 8, dtype=torch.float16), eye, splits=splits, max_rows=24)
     dist.barrier()
     weft.close()
-
-
-@pairs
-def test_products_have_the_room_of_the_first_call(interpreted: Ranks) -> None:
-    interpreted.run(_no_room)
 
 
 def _changing() -> list[tuple[int, ...]]:
@@ -501,7 +474,8 @@ def test_numbers_of_rows_that_change_take_no_more_memory(interpreted: Ranks) -> 
     assert set(map(tuple, interpreted.run(_changing))) == {((8,), (8, 16), (16, 24), (24, 8), (24, 8))}
 
 
-def _mistakes() -> None:
+@on_ranks(3)
+def test_mistakes_are_told() -> None:
     size = dist.get_world_size()
     a, b, splits = torch.ones(6, 4), torch.ones(2, 4, 3), torch.zeros(size, 2, dtype=torch.int64)
     calls: list[tuple[dict[str, Any], str]] = [
@@ -518,10 +492,6 @@ def _mistakes() -> None:
             weft.all_to_all_matmul(**{"a": a, "b": b, "splits": splits, "max_rows": 9, **change})
     with pytest.raises(ValueError, match=r"max_rows is 2, but \d+ rows arrived|splits add up to"):
         weft.all_to_all_matmul(a, b, splits=splits + 1, max_rows=2)
-
-
-def test_mistakes_are_told(ranks: RankFixture) -> None:
-    ranks(3).run(_mistakes)
 
 
 def _lost() -> str:

@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RankFixture
 from float8 import E4M3, E5M2, dequantised, quantise
 from ragged_work import counts_of, padded, room_for
-from rank_pools import interpreted_ranks
+from rank_pools import interpreted_ranks, on_ranks
 from rank_work import here
 
 import weft
 from weft.core.problem import RECIPES, Recipe
 from weft.ops.ragged_all_to_all import ragged_gated
-from weft.runtime.ranks import Ranks
 from weft.schedules import ragged
 
 pytestmark = pytest.mark.ranks
@@ -122,7 +120,9 @@ def check_both(case: Case, schedule: str, output_dtype: torch.dtype | None = Non
     close(back, padded(wanted, most, wanted), what)
 
 
-def check_patterns(recipe: Recipe) -> None:
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_family(recipe: Recipe) -> None:
     for seed, pattern in enumerate(("random", "empty_experts", "all_to_one", "nothing")):
         for schedule in ("auto", *ragged.FAMILIES):
             check_both(Case(counts_of(pattern, 1 + seed % 3, seed), recipe, seed=seed), schedule, torch.float32)
@@ -130,13 +130,8 @@ def check_patterns(recipe: Recipe) -> None:
     check_both(Case(counts_of("random", 2, 8), recipe, (E4M3, E5M2)), "auto")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_family(ranks: RankFixture, world_size: int, recipe: Recipe) -> None:
-    ranks(world_size).run(check_patterns, recipe)
-
-
-def _mistakes() -> None:
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
     case = Case(counts_of("random", 2, 3), "rowwise")
     (a, b), scales = given(case.dispatched[0], case.b[0])
     good: dict[str, Any] = {"a": a, "b": b, **scales, "splits": case.counts[0], "max_rows": 40}
@@ -167,11 +162,8 @@ def _mistakes() -> None:
             operator(**good | {"b": b.detach().requires_grad_(), "splits": splits})[0].sum().backward()
 
 
-def test_mistakes_are_named(ranks: RankFixture) -> None:
-    ranks(1).run(_mistakes)
-
-
-def _too_many() -> None:
+@on_ranks(2)
+def test_rows_past_max_rows_are_dropped_and_told() -> None:
     """The error is that of other dtypes."""
     case = Case(counts_of("even", 1, 0), "blockwise")
     rank = dist.get_rank()
@@ -183,11 +175,8 @@ def _too_many() -> None:
         weft.matmul_all_to_all(*operands, splits=case.counts[rank].t(), max_rows=10, **scales)
 
 
-def test_rows_past_max_rows_are_dropped_and_told(ranks: RankFixture) -> None:
-    ranks(2).run(_too_many)
-
-
-def _compiled() -> None:
+@on_ranks(2)
+def test_torch_compile() -> None:
     case = Case(counts_of("random", 2, 4), "blockwise")
     rank = dist.get_rank()
     operands, scales = given(case.dispatched[rank], case.b[rank])
@@ -204,21 +193,14 @@ def _compiled() -> None:
         assert torch.equal(one, two)
 
 
-def test_torch_compile(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)
-
-
 interpreted = interpreted_ranks([2], slow=[3])
 
 
-def _as_kernels(recipe: Recipe) -> None:
+@on_ranks(pool="interpreted")
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_every_family_as_kernels(recipe: Recipe) -> None:
     """Segments that share tiles, an expert without rows, several tiles of one; then no rows, and other dtypes."""
     check_both(Case(counts_of("random", 2, 1), recipe), "sequential", torch.float16)
     check_both(Case(counts_of("empty_experts", 2, 2, most=45), recipe), "fused", torch.float16)
     check_both(Case(counts_of("one_to_all", 1, 3), recipe, (E5M2, E4M3)), "fused", torch.float16)
     check_both(Case(counts_of("nothing", 1, 4), recipe), "fused", torch.float16)
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_every_family_as_kernels(interpreted: Ranks, recipe: Recipe) -> None:
-    interpreted.run(_as_kernels, recipe)

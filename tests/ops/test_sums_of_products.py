@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from rank_pools import interpreting
+from rank_pools import interpreting, on_ranks
 
 import weft
 from weft import schedules
@@ -83,7 +83,8 @@ def test_products_are_added_up_by_every_family(ranks: RankFixture, size: int) ->
     ranks(size).run(_every_family, torch.float32)
 
 
-def _mistakes() -> None:
+@on_ranks(1)
+def test_mistakes_are_named() -> None:
     factors, bs = _drawn(0, 6, 2, torch.float32)
     for a, b, message in (
         (factors, bs[:1], "a is 2 tensors and b 1 tensors; pass two lists with an a for each b, or two tensors"),
@@ -98,11 +99,6 @@ def _mistakes() -> None:
             weft.matmul_reduce_scatter(a, b)
     with pytest.raises(ValueError, match="products is 2; all_gather_matmul adds up none, use 1"):
         Problem(op="all_gather_matmul", m=8, n=8, k=8, world_size=2, products=2)
-
-
-@pytest.mark.ranks
-def test_mistakes_are_named(ranks: RankFixture) -> None:
-    ranks(1).run(_mistakes)
 
 
 def _interpreted() -> int:

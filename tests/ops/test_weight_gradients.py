@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
-from rank_pools import interpreting
+from rank_pools import interpreting, on_ranks
 
 import weft
 from weft import schedules
@@ -100,7 +100,10 @@ def test_the_kernels_compute_both_gradients(size: int) -> None:
     interpreting(size).run(_every_family, torch.float16)
 
 
-def _backward_of_a_gather(keep: bool, view: bool) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("view", [True, False])
+def test_the_backward_of_a_gather_is_one_call(keep: bool, view: bool) -> None:
     calls: list[str] = []
     backward, again = tensor_parallel._all_gather_matmul_backward, tensor_parallel._gather_again
 
@@ -126,14 +129,8 @@ def _backward_of_a_gather(keep: bool, view: bool) -> None:
         assert not gathers.called, "the gather is a part of the call"
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("view", [True, False])
-def test_the_backward_of_a_gather_is_one_call(ranks: RankFixture, keep: bool, view: bool) -> None:
-    ranks(3).run(_backward_of_a_gather, keep, view)
-
-
-def _other_backwards() -> None:
+@on_ranks(2)
+def test_other_backwards_are_several_calls() -> None:
     """What one call does not compute: second derivatives, and where either the input or all weights need no gradient."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     a = torch.randn(4, K, generator=generator, requires_grad=True)
@@ -147,12 +144,8 @@ def _other_backwards() -> None:
         assert only.shape == (8, K)
 
 
-@pytest.mark.ranks
-def test_other_backwards_are_several_calls(ranks: RankFixture) -> None:
-    ranks(2).run(_other_backwards)
-
-
-def _of_other_layouts() -> None:
+@on_ranks(2)
+def test_ranks_may_have_other_layouts_and_frozen_weights() -> None:
     """Ranks may pass weights of other layouts, and freeze others: a column that is contiguous is also transposed."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -174,12 +167,8 @@ def _of_other_layouts() -> None:
             assert (frozen.grad is None) == bool(rank)
 
 
-@pytest.mark.ranks
-def test_ranks_may_have_other_layouts_and_frozen_weights(ranks: RankFixture) -> None:
-    ranks(2).run(_of_other_layouts)
-
-
-def _unused_result() -> None:
+@on_ranks(2)
+def test_ranks_may_use_different_results() -> None:
     """Ranks may use different results. The gradient of a weight whose result is not used is None."""
     generator = torch.Generator().manual_seed(3)
     a = torch.randn(4, K, generator=generator, requires_grad=True)
@@ -190,11 +179,6 @@ def _unused_result() -> None:
     assert weights[1 - used].grad is None
     assert weights[used].grad is not None
     torch.testing.assert_close(a.grad, sum(one.detach().sum(0) for one in weights).expand(4, K))
-
-
-@pytest.mark.ranks
-def test_ranks_may_use_different_results(ranks: RankFixture) -> None:
-    ranks(2).run(_unused_result)
 
 
 # The schedules.
