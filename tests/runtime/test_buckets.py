@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from conftest import RankFixture
 from fake_gpu import fake_gpu
+from rank_pools import on_ranks
 from rank_work import bound, check_all_reduce, check_gather, check_scatter, here
 from timed_autotuning import autotuning_by_a_clock
 
@@ -145,22 +146,17 @@ def test_results_are_right_and_programs_few(ranks: RankFixture, world_size: int,
             assert all(rows % step == 0 for rows in after)
 
 
-def _gathered(uneven: bool) -> None:
-    """Several b, what is gathered, and entries of several rows."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    bs = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
-    with clocked("shard_p2p"):
-        for seed, entries in enumerate((*(size * shard for shard in OWN), 101 * size - uneven, 102 * size - uneven)):
-            whole = torch.randn(entries, 3, 16, generator=torch.Generator().manual_seed(seed))
-            a = torch.chunk(whole, size)[rank]
-            outs, gathered = weft.all_gather_matmul(a, bs, rows=entries, return_gathered=True)
-            assert torch.equal(gathered, whole)
-            for out, b in zip(outs, bs, strict=True):
-                torch.testing.assert_close(out, whole @ b, rtol=1e-4, atol=1e-4)
-        assert len(_programs()) == len(OWN) + 1
+@on_ranks(3)
+def test_results_without_padding_are_contiguous() -> None:
+    """Also of one row from each rank, which lie equally far from each other in the padded result."""
+    weft.close()
+    for rows in (11, 2, 5, 4, 10, 8, 7):
+        assert weft.matmul_all_to_all(torch.ones(rows, 9), torch.ones(9, 6)).is_contiguous(), rows
+    weft.close()
 
 
-def _trained() -> None:
+@on_ranks(2)
+def test_in_training() -> None:
     """Gradients, and results that are changed in place."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with clocked("shard_p2p"):
@@ -190,18 +186,25 @@ def _trained() -> None:
                 torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-2)
 
 
-@pytest.mark.ranks
-def test_in_training(ranks: RankFixture) -> None:
-    ranks(2).run(_trained)
-
-
-@pytest.mark.ranks
+@on_ranks(3)
 @pytest.mark.parametrize("uneven", [False, True])
-def test_what_is_gathered_and_several_b(ranks: RankFixture, uneven: bool) -> None:
-    ranks(3).run(_gathered, uneven)
+def test_what_is_gathered_and_several_b(uneven: bool) -> None:
+    """Several b, what is gathered, and entries of several rows."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    bs = [torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+    with clocked("shard_p2p"):
+        for seed, entries in enumerate((*(size * shard for shard in OWN), 101 * size - uneven, 102 * size - uneven)):
+            whole = torch.randn(entries, 3, 16, generator=torch.Generator().manual_seed(seed))
+            a = torch.chunk(whole, size)[rank]
+            outs, gathered = weft.all_gather_matmul(a, bs, rows=entries, return_gathered=True)
+            assert torch.equal(gathered, whole)
+            for out, b in zip(outs, bs, strict=True):
+                torch.testing.assert_close(out, whole @ b, rtol=1e-4, atol=1e-4)
+        assert len(_programs()) == len(OWN) + 1
 
 
-def _nothing_to_sum() -> None:
+@on_ranks(2)
+def test_where_nothing_is_summed() -> None:
     """K is 0, and what is gathered has no columns."""
     size = dist.get_world_size()
     with clocked("shard_p2p"):
@@ -209,11 +212,6 @@ def _nothing_to_sum() -> None:
             out, gathered = weft.all_gather_matmul(torch.ones(shard, 0), torch.ones(0, 8), return_gathered=True)
             assert out.eq(0).all()
             assert (out.shape, gathered.shape) == ((shard * size, 8), (shard * size, 0))
-
-
-@pytest.mark.ranks
-def test_where_nothing_is_summed(ranks: RankFixture) -> None:
-    ranks(2).run(_nothing_to_sum)
 
 
 def _no_room() -> tuple[str, float]:
@@ -342,7 +340,8 @@ def test_row_counts_that_come_back_bind_nothing(ranks: RankFixture, gpu: bool) -
 _COLUMNS = {17: (9, 8), 18: (9, 9)}
 
 
-def _two_weights() -> None:
+@on_ranks(2)
+def test_a_step_of_one_weight_serves_no_other() -> None:
     """Rank 0 has as many columns of both; no row count is used with both."""
     rank = dist.get_rank()
     with fake_gpu(), clocked("shard_p2p"):
@@ -359,8 +358,3 @@ def _two_weights() -> None:
             whole = torch.randn(2 * shard, 16, generator=torch.Generator().manual_seed(shard))
             b = torch.randn(16, _COLUMNS[n][rank], generator=torch.Generator().manual_seed(rank))
             torch.testing.assert_close(weft.all_gather_matmul(whole.chunk(2)[rank], b), whole @ b, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.ranks
-def test_a_step_of_one_weight_serves_no_other(ranks: RankFixture) -> None:
-    ranks(2).run(_two_weights)

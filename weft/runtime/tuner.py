@@ -350,6 +350,5 @@ def _remove_rows(matrix: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         # It shares the memory without being a view, because a view made without gradients cannot be changed in place with them.
         return matrix.new_empty(0).set_(matrix.untyped_storage(), matrix.storage_offset(), (sizes[0], columns), matrix.stride())
     pieces = matrix.view(len(sizes), matrix.shape[0] // len(sizes), columns)
-    if len(set(sizes)) == 1:
-        return pieces[:, : sizes[0]].reshape(len(sizes) * sizes[0], columns)
+    # Copied also where a view could have these rows (one of each piece): torch.compile expects a contiguous result.
     return torch.cat([piece[:rows] for piece, rows in zip(pieces, sizes, strict=True)])
