@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from embedding_backward import check_gradients, check_optimizer
 from embedding_work import Case, cases, check, check_bad_index
-from rank_pools import interpreted_ranks
+from launch_counts import counting
+from rank_pools import interpreted_ranks, on_ranks
 
 from weft.runtime.ranks import Ranks
 
@@ -20,37 +21,23 @@ pytestmark = pytest.mark.ranks
 interpreted = interpreted_ranks([2], slow=[4])
 
 
-def _lookups() -> int:
-    """Run every family with every option; return the number of kernel launches."""
+@on_ranks(pool="interpreted")
+def test_every_family_runs_as_a_kernel() -> None:
     from weft.runtime.lookups import FusedLookup
 
     assert os.environ["TRITON_INTERPRET"] == "1"
-    launches, launch = 0, FusedLookup.launch
-
-    def counted(self: FusedLookup, *arguments: object, **options: object) -> None:
-        nonlocal launches
-        launches += 1
-        launch(self, *arguments, **options)  # type: ignore[arg-type]
-
-    FusedLookup.launch = counted  # type: ignore[method-assign]
-    try:
+    with counting(FusedLookup) as launches:
         wide = Case(dims=((1100, 8),) * dist.get_world_size(), batch=5)
         for turn, case in enumerate((*cases(dist.get_world_size()), wide)):
             specs = ("sequential", "track_and_trigger:2", "direct_store:2")
             for call, spec in enumerate(specs if turn < 2 else specs[-1:] * 2):
                 dtype = torch.float16 if turn % 2 else torch.float32
                 check(replace(case, dtype=dtype), spec, 10 * turn + call)
-    finally:
-        FusedLookup.launch = launch  # type: ignore[method-assign]
-    return launches
+    assert launches.count == 2 * 3 + 5 * 2
 
 
-def test_every_family_runs_as_a_kernel(interpreted: Ranks) -> None:
-    for launches in interpreted.run(_lookups):
-        assert launches == 2 * 3 + 5 * 2
-
-
-def _backward() -> None:
+@on_ranks(pool="interpreted")
+def test_gradients_and_optimizers_as_kernels() -> None:
     size = dist.get_world_size()
     uneven = tuple((8, 12, 92)[: 1 + rank % 3] for rank in range(size))
     for turn, dtype in enumerate((torch.float32, torch.float16)[: 4 // size]):
@@ -58,10 +45,6 @@ def _backward() -> None:
         check_gradients(Case(dims=uneven, mode="mean", index=torch.int32, dtype=dtype), "direct_store:1", turn)
         for kind in ("sgd", "adagrad"):
             check_optimizer(Case(dims=uneven, dtype=dtype), "direct_store:1", turn, kind)
-
-
-def test_gradients_and_optimizers_as_kernels(interpreted: Ranks) -> None:
-    interpreted.run(_backward)
 
 
 def test_an_index_out_of_range_as_a_kernel_sees_it(interpreted: Ranks) -> None:

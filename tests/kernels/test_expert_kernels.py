@@ -12,7 +12,7 @@ import torch.distributed as dist
 from compiled import for_a_gpu
 from conftest import RankFixture
 from ragged_work import PATTERNS, Case, close, counts_of, padded
-from rank_pools import interpreted_ranks, interpreting
+from rank_pools import interpreted_ranks, on_ranks
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
@@ -142,7 +142,9 @@ def test_gated_dispatch_on_hosts(ranks: RankFixture) -> None:
     ranks(2).run(_gated, torch.float32, 7, 10, PATTERNS)
 
 
-def _gated_kernels() -> None:
+@on_ranks(2, interpreted=True)
+@pytest.mark.slow
+def test_gated_dispatch_interpreted() -> None:
     _gated(torch.float16, 24, 48, ("all_to_one", "empty_experts"))
     _gated(torch.float16, 8, 80, ("random",))  # the last tile of columns is short
     with pytest.raises(ValueError, match="N is 24; with splits on GPUs it must be a multiple of 16"):
@@ -151,13 +153,8 @@ def _gated_kernels() -> None:
     weft.close()
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_gated_dispatch_interpreted() -> None:
-    interpreting(2).run(_gated_kernels)
-
-
-def _without_gradients() -> None:
+@on_ranks(2)
+def test_experts_without_gradients() -> None:
     """Experts give the same with the activation in the dispatch, and by itself."""
     torch.manual_seed(0)
     shared = Experts(4, 8, 12)
@@ -169,12 +166,8 @@ def _without_gradients() -> None:
     torch.testing.assert_close(alone, shared(*given).detach())
 
 
-@pytest.mark.ranks
-def test_experts_without_gradients(ranks: RankFixture) -> None:
-    ranks(2).run(_without_gradients)
-
-
-def _unused_rows() -> None:
+@on_ranks(2)
+def test_no_gradient_of_rows_that_nobody_used() -> None:
     """Received rows that are only saved for a weight's gradient have no gradient themselves."""
     size, eye = dist.get_world_size(), torch.eye
     a, b = torch.randn(4 * size, 8, requires_grad=True), torch.randn(2, 8, 12, requires_grad=True)
@@ -198,11 +191,6 @@ def _unused_rows() -> None:
         assert a.grad is not None
         assert bool(a.grad.any())
         a.grad = None
-
-
-@pytest.mark.ranks
-def test_no_gradient_of_rows_that_nobody_used(ranks: RankFixture) -> None:
-    ranks(2).run(_unused_rows)
 
 
 def _compiled(name: str, pointers: str, **constants: int) -> Any:

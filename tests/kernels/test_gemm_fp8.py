@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from devices import BLOCK_OF_H200
-from rank_pools import interpreting
+from rank_pools import on_ranks
 
 from weft.core.capabilities import Capabilities
 from weft.core.machine import load
@@ -137,7 +137,8 @@ def in_order_of_parts(given: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(t.roll(given.rows[1], 0) for t in given.products())  # type: ignore[return-value]
 
 
-def _recipes() -> None:
+@on_ranks(1, interpreted=True)
+def test_products_of_every_recipe() -> None:
     """Short tiles at the end of rows and columns, and of K where the recipe allows that; an odd number of steps over K."""
     for recipe in RECIPES:
         k = 3 * SCALE_BLOCK if recipe == "blockwise" else 2 * SCALE_BLOCK + 16
@@ -152,12 +153,8 @@ def _recipes() -> None:
             close(out, *in_order_of_parts(given))
 
 
-@pytest.mark.ranks
-def test_products_of_every_recipe() -> None:
-    interpreting(1).run(_recipes)
-
-
-def _flagged() -> None:
+@on_ranks(1, interpreted=True)
+def test_tiles_that_wait_and_count() -> None:
     """Gates and slices of K, the last of which begins at the step that publishes the tile before, behind one of an odd number
     of steps; counts; halves at the end; and the same without flags."""
     from weft.perf.shapes import tiles_of, whole_tiles
@@ -184,12 +181,8 @@ def _flagged() -> None:
             assert words[8:11].tolist() == [(not silent) * tiles_of(one, blocks) for one in parts]
 
 
-@pytest.mark.ranks
-def test_tiles_that_wait_and_count() -> None:
-    interpreting(1).run(_flagged)
-
-
-def _late() -> None:
+@on_ranks(1, interpreted=True)
+def test_a_slice_that_never_arrives_is_reported() -> None:
     given = Operands("blockwise", (32, 16), 48, 2 * SCALE_BLOCK)
     inner = ((SCALE_BLOCK, Wait(Flag("arrived", 0, 1))),)
     out = torch.zeros(16, 48)
@@ -198,12 +191,8 @@ def _late() -> None:
     assert status == [1, 0]
 
 
-@pytest.mark.ranks
-def test_a_slice_that_never_arrives_is_reported() -> None:
-    interpreting(1).run(_late)
-
-
-def _elsewhere() -> None:
+@on_ranks(1, interpreted=True)
+def test_tiles_that_are_stored_elsewhere_or_add() -> None:
     """The second source's rows are stored in a buffer of their own; those of the first add sources to their scaled sums."""
     for recipe in RECIPES:
         for dtype in (torch.float16, torch.float32):
@@ -230,12 +219,8 @@ def _elsewhere() -> None:
             assert bool((torch.cat([room[:10], room[50:]]) == 7).all()), "nothing is stored above or below"
 
 
-@pytest.mark.ranks
-def test_tiles_that_are_stored_elsewhere_or_add() -> None:
-    interpreting(1).run(_elsewhere)
-
-
-def _every_number() -> None:
+@on_ranks(1, interpreted=True)
+def test_every_number_is_multiplied() -> None:
     """Times 1, each of the 256 numbers of a dtype is itself."""
     for a, b in ((E4M3, E4M3), (E5M2, E4M3)):
         given = Operands("rowwise", (256, 1), 16, SCALE_BLOCK, a, b)
@@ -250,12 +235,8 @@ def _every_number() -> None:
         assert torch.equal(out[:, 3].nan_to_num(-1), given.sources[0][:, 5].float().nan_to_num(-1))
 
 
-@pytest.mark.ranks
-def test_every_number_is_multiplied() -> None:
-    interpreting(1).run(_every_number)
-
-
-def _special() -> None:
+@on_ranks(1, interpreted=True)
+def test_numbers_that_are_none_and_extreme_ones() -> None:
     """NaN, infinity, the largest and the smallest numbers, and scales of 0 and infinity reach the elements that they are a
     factor of, and no others."""
     for recipe in RECIPES:
@@ -281,11 +262,6 @@ def _special() -> None:
         close(out[finite], expected[finite], size[finite])
         assert out[32 + 5, 9] > 57344 * 448
         assert 0 < out[32 + 6, 11] < 1e-3
-
-
-@pytest.mark.ranks
-def test_numbers_that_are_none_and_extreme_ones() -> None:
-    interpreting(1).run(_special)
 
 
 def test_what_the_kernel_loads() -> None:

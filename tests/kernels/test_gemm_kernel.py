@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pools import interpreted_ranks
+from launch_counts import counting
+from rank_pools import interpreted_ranks, on_ranks
 from rank_work import check_both, check_scatter
 
 import weft
@@ -20,8 +22,9 @@ FUSED = ("flag_gated:2", "track_and_trigger:2", "direct_store:2", "sequential_st
 interpreted = interpreted_ranks([2], slow=[3])
 
 
-def _fused_schedules() -> tuple[int, int]:
-    """Every family with a fused GEMM, on shapes with whole and ragged tiles; how often it ran, and with half tiles.
+@on_ranks(pool="interpreted")
+def test_fused_schedules_run_as_kernels() -> None:
+    """Every family with a fused GEMM, on shapes with whole and ragged tiles, some of them halved.
 
     The first shape comes back after a larger one, for which memory that its tables point into has grown and moved.
     """
@@ -30,7 +33,7 @@ def _fused_schedules() -> tuple[int, int]:
     from weft.runtime import fused
 
     assert os.environ["TRITON_INTERPRET"] == "1"
-    launches = halved = 0
+    halved = 0
     whole_tiles = gemm.whole_tiles
 
     def cut(tiles: int, at_once: int, blocks: TileShape) -> int:
@@ -39,43 +42,20 @@ def _fused_schedules() -> tuple[int, int]:
         halved += whole < tiles
         return whole
 
-    gemm.whole_tiles = cut
-    kinds = (fused.FusedGemm, fused.FusedSum)
-    launch = {kind: kind.launch for kind in kinds}
-
-    def counted(self: fused.FusedStep, *arguments: object, **options: object) -> None:
-        nonlocal launches
-        launches += 1
-        launch[type(self)](self, *arguments, **options)  # type: ignore[index, arg-type]
-
-    for kind in kinds:
-        kind.launch = counted  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(gemm, "whole_tiles", cut), counting(fused.FusedGemm, fused.FusedSum) as launches:
         for call, (m, n, k) in enumerate(((64, 80, 48), (128, 96, 64), (64, 80, 48))):
             for name in FUSED[:2] if call == 2 else FUSED:
                 check_both(m, n, k, torch.float16, name, call)
-    finally:
-        for kind in kinds:
-            kind.launch = launch[kind]  # type: ignore[method-assign]
-        gemm.whole_tiles = whole_tiles
-    return launches, halved
+    assert launches.count >= 12
+    assert halved >= 3
 
 
-def test_fused_schedules_run_as_kernels(interpreted: Ranks) -> None:
-    for launches, halved in interpreted.run(_fused_schedules):
-        assert launches >= 12
-        assert halved >= 3
-
-
-def _rows_of_one_rank() -> None:
+@on_ranks(pool="interpreted")
+def test_rows_that_are_one_ranks_alone() -> None:
     """One row of each entry of a batch: all are one rank's, and each of the kernel's tiles adds what peers have sent."""
     for chunks in (1, 2, 3):
         for batch in (2, 40):
             check_scatter(1, 24, 16, torch.float16, f"direct_store:{chunks}", batch, batch=batch)
-
-
-def test_rows_that_are_one_ranks_alone(interpreted: Ranks) -> None:
-    interpreted.run(_rows_of_one_rank)
 
 
 def _no_columns() -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiled import all_reduce_for_a_gpu
+from launch_counts import counting
 from rank_pools import Pool, interpreting
 from rank_work import check_scatter
 
@@ -36,24 +37,14 @@ def _as_kernel(name: str) -> int:
     rows than ranks, some of which wait for nothing of their own."""
     from weft.runtime.fused_collective import FusedCollectiveKernel
 
-    launches, launch = 0, FusedCollectiveKernel.launch
-
-    def counted(self: FusedCollectiveKernel, *arguments: Any, **options: Any) -> None:
-        nonlocal launches
-        launches += 1
-        launch(self, *arguments, **options)
-
-    FusedCollectiveKernel.launch = counted  # type: ignore[method-assign]
-    try:
+    with counting(FusedCollectiveKernel) as launches:
         for m, n, k, op, batch in ((37, 20, 19, "sum", 1), (5, 17, 8, "avg", 3), (1, 16, 8, "sum", 1)):
             for call in range(3):
                 if call % 2 and dist.get_rank() == 1:
                     time.sleep(0.02)
                 check_scatter(m, n, k, torch.float16, name, call, op=op, batch=batch)
-    finally:
-        FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
-        weft.close()
-    return launches
+    weft.close()
+    return launches.count
 
 
 @pytest.mark.ranks

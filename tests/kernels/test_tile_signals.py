@@ -8,7 +8,7 @@ import pytest
 import torch
 from compiled import for_a_gpu
 from devices import BLOCK_OF_H200
-from rank_pools import interpreting
+from rank_pools import on_ranks
 
 from weft.core.machine import load
 from weft.core.problem import Problem
@@ -51,7 +51,9 @@ def test_what_one_descriptor_cannot_have() -> None:
         assert index_tiles(tiles) == (None, [-1] * len(tiles))
 
 
-def _launched(added: bool) -> None:
+@on_ranks(1, interpreted=True)
+@pytest.mark.parametrize("added", [False, True])
+def test_tiles_are_stored_where_they_belong_and_counted_once(added: bool) -> None:
     """Two parts in a buffer each and one in `out`, with short tiles; blocks of several tiles, halves at the end.
 
     added: another product, of a greater depth, is added.
@@ -96,12 +98,6 @@ def _launched(added: bool) -> None:
             assert bool((found[high - low :] == 7).all()), f"rows below the tiles of {name} are not theirs"
             assert int(words[name]) == calls * tiles_of(part, INTERPRETED)
         assert bool((room[80:90] == 7).all()), "the memory between slots was written"
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("added", [False, True])
-def test_tiles_are_stored_where_they_belong_and_counted_once(added: bool) -> None:
-    interpreting(1).run(_launched, added)
 
 
 @pytest.mark.usefixtures("on_an_h200")
