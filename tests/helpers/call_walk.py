@@ -20,15 +20,6 @@ def walked() -> list[str]:
     return re.findall(r"^\| `([\w/.]+\.py)` \|", _table("what it does in a later call"), re.MULTILINE)
 
 
-def _functions(heading: str) -> list[tuple[str, str]]:
-    return re.findall(r"^\| `([\w/.]+\.py)` \| `([\w.]+)` \|", _table(heading), re.MULTILINE)
-
-
 def walked_when_warm() -> list[tuple[str, str]]:
     """(file, function) of a warm call on a GPU, in its order."""
-    return _functions("what it does in a warm call")
-
-
-def walked_on_gpus() -> list[tuple[str, str]]:
-    """(file, function) of the slow path on a GPU, from `runtime/bound.py` on, in its order."""
-    return _functions("what it does in a call on the slow path")
+    return re.findall(r"^\| `([\w/.]+\.py)` \| `([\w.]+)` \|", _table("what it does in a warm call"), re.MULTILINE)

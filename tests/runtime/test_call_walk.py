@@ -1,18 +1,15 @@
-"""The path of a call that docs/design.md walks: the files that it names are those that a later call on CPUs passes through, and
-each function of the table for GPUs calls the next one."""
+"""The path of a call that docs/design.md walks: the files that it names are those that a later call on CPUs passes through."""
 
 from __future__ import annotations
 
-import ast
 import sys
-from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from call_walk import walked, walked_on_gpus
+from call_walk import walked
 from conftest import RankFixture
 
 import weft
@@ -58,39 +55,3 @@ def test_a_call_passes_through_the_files_of_the_walk(ranks: RankFixture) -> None
     for found in ranks(2).run(_passed_through):
         assert list(dict.fromkeys(file for file, _ in found)) == walked(), found
         assert len(found) <= MOST_CALLS
-
-
-def _functions(file: str) -> dict[str, ast.FunctionDef]:
-    """The functions of a file by name, methods as Class.method."""
-    found: dict[str, ast.FunctionDef] = {}
-    for node in ast.parse((PACKAGE / file).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef):
-            found[node.name] = node
-        elif isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{method.name}": method for method in node.body if isinstance(method, ast.FunctionDef)}
-    return found
-
-
-def _called(function: ast.FunctionDef) -> set[str]:
-    """The names of what a function calls, and the argument `launched_by`, which kernels are launched by."""
-    names: set[str] = set()
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call):
-            called = [node.func, *(call for call in ast.walk(node.func) if isinstance(call, ast.Name))]
-            names |= {
-                one.attr if isinstance(one, ast.Attribute) else one.id
-                for one in called
-                if hasattr(one, "attr") or hasattr(one, "id")
-            }
-    return names
-
-
-def test_each_function_of_a_gpu_call_calls_the_next_one() -> None:
-    walk = [("runtime/bound.py", "BoundProgram.run"), *walked_on_gpus()]
-    assert len(walk) > 5
-    for (file, function), (_, following) in pairwise(walk):
-        name = following.rpartition(".")[2]
-        name = "launched_by" if name == "__call__" else name
-        assert name in _called(_functions(file)[function]), f"{file}: {function} does not call {following}"
-    last_file, last = walk[-1]
-    assert last in _functions(last_file)
