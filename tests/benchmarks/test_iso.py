@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RankFixture
+from rank_pools import on_ranks
 
 from benchmarks.iso import Prompt
 from weft.planner.models import Model
@@ -13,7 +13,9 @@ from weft.planner.models import Model
 SMALL = Model(name="small", source="a test", hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=96)
 
 
-def _programs(tokens: int) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("tokens", [16, 64])
+def test_all_programs_give_the_same(tokens: int) -> None:
     torch.manual_seed(1 + dist.get_rank())
     prompt = Prompt(tokens, SMALL, torch.device("cpu"))
     world = dist.group.WORLD
@@ -27,9 +29,3 @@ def _programs(tokens: int) -> None:
         check(name, work())
     with pytest.raises(AssertionError, match="peer/iso is off"):
         check("peer/iso", expected + expected.abs().max())
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("tokens", [16, 64])
-def test_all_programs_give_the_same(ranks: RankFixture, tokens: int) -> None:
-    ranks(2).run(_programs, tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import RankFixture
+from rank_pools import on_ranks
 
 from benchmarks import rows
 from benchmarks.kernels import fp8, grouped, one_row, operands, products, single_gpu
@@ -77,15 +77,11 @@ def test_what_a_part_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "all computation/cublas a: 0.500" in output
 
 
-def _grouped() -> None:
+@on_ranks(1)
+def test_experts_rows_by_weft_are_the_same_both_ways() -> None:
     torch.manual_seed(0)
     found = grouped.methods(16, 16, 32, 2, torch.device("cpu"))
     grouped.check(32, found)
     assert set(found) == {"dispatch", "combine"}
     with pytest.raises(AssertionError, match="combine"):
         grouped.check(32, {**found, "combine": lambda: found["dispatch"]() + 100})
-
-
-@pytest.mark.ranks
-def test_experts_rows_by_weft_are_the_same_both_ways(ranks: RankFixture) -> None:
-    ranks(1).run(_grouped)

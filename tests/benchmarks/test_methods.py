@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RankFixture
 from on_cpu import OnCpu
+from rank_pools import on_ranks
 
 from benchmarks import lookups, methods
 from benchmarks.measure import ALONE, WrongResult, close_to
@@ -61,7 +61,9 @@ def _problem(op: Op) -> Problem:
     return Problem(op=op, m=8, n=12, k=16, world_size=RANKS)
 
 
-def _every_program(op: Op) -> None:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("op", methods.EXCHANGES)
+def test_all_programs_give_the_same(op: Op) -> None:
     torch.manual_seed(dist.get_rank())
     # PyTorch's symmetric memory is of GPUs. The rank goes on to other tests, which need torch.compile.
     without = mock.patch.multiple(methods, TORCH=(), FLOAT8_SPECS=())
@@ -88,13 +90,10 @@ def _every_program(op: Op) -> None:
     assert halves < set(works)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("op", methods.EXCHANGES)
-def test_all_programs_give_the_same(ranks: RankFixture, op: Op) -> None:
-    ranks(RANKS).run(_every_program, op)
-
-
-def _both_halves(op: Op, drawn: bool) -> None:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("op", [op for op in methods.EXCHANGES if op not in COLUMN_OPS])
+def test_both_halves_run(op: Op, drawn: bool) -> None:
     torch.manual_seed(dist.get_rank())
     with OnCpu():
         m = Matmul(_problem(op))
@@ -105,14 +104,8 @@ def _both_halves(op: Op, drawn: bool) -> None:
     found["communication/default"]()
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("drawn", [False, True])
-@pytest.mark.parametrize("op", [op for op in methods.EXCHANGES if op not in COLUMN_OPS])
-def test_both_halves_run(ranks: RankFixture, op: Op, drawn: bool) -> None:
-    ranks(RANKS).run(_both_halves, op, drawn)
-
-
-def _lookups() -> None:
+@on_ranks(RANKS)
+def test_all_lookups_give_the_same() -> None:
     torch.manual_seed(dist.get_rank())
     case = lookups.LookupCase(tables=2, dim=4, pooling=3, batch=8, rows=16)
     with OnCpu():
@@ -130,12 +123,8 @@ def _lookups() -> None:
             torch.testing.assert_close(result, mine, msg=name)
 
 
-@pytest.mark.ranks
-def test_all_lookups_give_the_same(ranks: RankFixture) -> None:
-    ranks(RANKS).run(_lookups)
-
-
-def _problem_tables() -> None:
+@on_ranks(RANKS)
+def test_tables_of_a_problem() -> None:
     torch.manual_seed(dist.get_rank())
     problem = LookupProblem.of(batch=8, dims=((4, 8), (4,)), pooling=3)
     with OnCpu():
@@ -146,17 +135,14 @@ def _problem_tables() -> None:
     assert first.shape == (4, 16)
 
 
-@pytest.mark.ranks
-def test_tables_of_a_problem(ranks: RankFixture) -> None:
-    ranks(RANKS).run(_problem_tables)
-
-
 def _by_expert(rows: torch.Tensor, groups: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     parts = rows.split(groups.tolist())  # type: ignore[no-untyped-call]
     return torch.cat([part @ one for part, one in zip(parts, b, strict=True)])
 
 
-def _ragged(op: Op) -> None:
+@on_ranks(RANKS)
+@pytest.mark.parametrize("op", ["matmul_all_to_all", "all_to_all_matmul"])
+def test_ragged_programs(op: Op) -> None:
     torch.manual_seed(dist.get_rank())
     rank = dist.get_rank()
     with OnCpu():
@@ -173,12 +159,6 @@ def _ragged(op: Op) -> None:
         pieces = [a.split(counts[src].t().flatten().tolist()) for src, a in enumerate(all_a)]  # type: ignore[no-untyped-call]
         expected = [pieces[src][e * RANKS + rank] @ all_b[src][e] for src in range(RANKS) for e in range(2)]
     close_to(torch.cat(expected))("sequential/default", result)  # type: ignore[arg-type]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("op", ["matmul_all_to_all", "all_to_all_matmul"])
-def test_ragged_programs(ranks: RankFixture, op: Op) -> None:
-    ranks(RANKS).run(_ragged, op)
 
 
 def test_shares_of_ragged_rows() -> None:

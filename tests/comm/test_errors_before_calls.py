@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from single_process_ranks import rank_groups
 
 import weft
@@ -130,7 +131,8 @@ def test_peers_get_the_error_of_a_rank_that_raises_in_a_first_call(ranks: RankFi
         assert share < 0.5
 
 
-def _first_together() -> None:
+@on_ranks(2)
+def test_ranks_that_all_raise_in_a_first_call_are_waited_for() -> None:
     """All ranks raise in the place of a first call; one comes late to the right one."""
     from weft.comm import handshake
 
@@ -143,11 +145,6 @@ def _first_together() -> None:
         time.sleep(1.0 * (dist.get_rank() == 1))
         assert weft.all_gather_matmul(A, B, group).shape == (4 * dist.get_world_size(), 4)
     weft.close(group)
-
-
-@pytest.mark.ranks
-def test_ranks_that_all_raise_in_a_first_call_are_waited_for(ranks: RankFixture) -> None:
-    ranks(2).run(_first_together)
 
 
 def test_what_is_published_of_an_error_is_short() -> None:

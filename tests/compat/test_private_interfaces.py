@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.autograd import forward_ad
@@ -586,7 +587,8 @@ class _Layers(nn.Module):
         return self.second(self.first(x)).sum()  # type: ignore[no-any-return]
 
 
-def _fsdp_from_within() -> None:
+@on_ranks(2)
+def test_fully_shard_from_within() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model: Any = _Layers()
     for layer in (model.first, model.second):
@@ -606,11 +608,6 @@ def _fsdp_from_within() -> None:
     dtensors.set_prefetched(state, [dtensors.state_of(model.second)])
     assert dtensors.prefetched(state) == [dtensors.state_of(model.second)]
     model(x).sum().backward()
-
-
-@pytest.mark.ranks
-def test_fully_shard_from_within(ranks: RankFixture) -> None:
-    ranks(2).run(_fsdp_from_within)
 
 
 def test_memory_is_referred_to_without_being_kept() -> None:

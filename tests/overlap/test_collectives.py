@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import time
 import weakref
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
 import torch.distributed as dist
 from collective_work import GATHERS, Case, in_place, moves, straight, sums
 from conftest import RankFixture
-from rank_pools import interpreted_ranks
+from launch_counts import counting
+from rank_pools import interpreted_ranks, on_ranks
+from rank_work import slowed
 
 import weft
 from weft import collectives
@@ -25,7 +26,6 @@ from weft.runtime.bindings import Bindings
 from weft.runtime.collective_calls import affordable
 from weft.runtime.groups import GROUPS
 from weft.runtime.network import NcclCollective
-from weft.runtime.ranks import Ranks
 from weft.schedules import build
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +34,8 @@ MOVED = (torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn)
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _every_schedule() -> None:
+@on_ranks(1, 2, 3, 4)
+def test_every_schedule_is_right() -> None:
     for seed, (elements, op) in enumerate(((1, "avg"), (37, "sum"), (2001, "avg"))):
         for spec in GATHERS:
             moves(Case(elements=elements, dtype=torch.int16, seed=seed), spec)
@@ -44,12 +45,8 @@ def _every_schedule() -> None:
             sums(Case(elements=elements, dtype=SUMMED[seed], seed=seed), spec, op)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_schedule_is_right(ranks: RankFixture, world_size: int) -> None:
-    ranks(world_size).run(_every_schedule)
-
-
-def _any_type() -> None:
+@on_ranks(3)
+def test_bytes_of_any_type_and_none_at_all() -> None:
     for dtype in MOVED:
         mine = torch.full((5,), dist.get_rank() + 1, dtype=torch.float32).to(dtype)
         for spec in GATHERS:
@@ -61,25 +58,16 @@ def _any_type() -> None:
         collectives.all_reduce(torch.empty(shape), schedule="copy_engine:2")
 
 
-def test_bytes_of_any_type_and_none_at_all(ranks: RankFixture) -> None:
-    ranks(3).run(_any_type)
-
-
 def _in_turns() -> int:
     """Parts of 320 KB through room of 64 KiB, call after call, with new data and one rank late."""
-    slow, pieces = dist.get_rank() == 1, Bindings.pieces
-    try:
-        for seed in range(6):
-            if slow and seed == 2:
-                Bindings.pieces = lambda self, region: (time.sleep(0.0005), pieces(self, region))[1]  # type: ignore[method-assign]
+    for seed in range(6):
+        with slowed(Bindings, "pieces", 0.0005) if seed >= 2 else nullcontext():
             case = Case(elements=80_003, dtype=torch.float32, seed=seed, staging_bytes=LEAST)
             for spec in ("copy_engine:1", "copy_engine_pull:1"):
                 moves(case, spec)
                 in_place(case, spec)
             for spec in ("copy_engine:1", "copy_engine_pull:1"):
                 sums(case, spec)
-    finally:
-        Bindings.pieces = pieces  # type: ignore[method-assign]
     state = GROUPS.state(dist.group.WORLD.group_name)  # type: ignore[union-attr]
     mine = [program for program in state._programs if getattr(program.schedule.problem, "staging_bytes", 0) == LEAST]
     assert len(mine) == 6
@@ -94,15 +82,10 @@ def test_more_bytes_than_room_go_through_it_in_turns(ranks: RankFixture) -> None
 
 def _straight() -> int:
     """Pushed to the result itself, and summed in turns; one rank late."""
-    slow, pieces = dist.get_rank() == 1, Bindings.pieces
-    try:
-        straight(20_001, "copy_engine:1", 4)
-        if slow:
-            Bindings.pieces = lambda self, region: (time.sleep(0.0005), pieces(self, region))[1]  # type: ignore[method-assign]
+    straight(20_001, "copy_engine:1", 4)
+    with slowed(Bindings, "pieces", 0.0005):
         straight(301, "copy_engine:2", 4)
         straight(301, "auto", 1)
-    finally:
-        Bindings.pieces = pieces  # type: ignore[method-assign]
     programs = GROUPS.state(dist.group.WORLD.group_name)._programs  # type: ignore[union-attr]
     mine = [p for p in programs if getattr(p.schedule.problem, "reachable", False)]
     return max(p.layout.staging for p in mine if p.schedule.problem.op != "all_reduce" and p.schedule.name == "copy_engine")
@@ -149,7 +132,8 @@ def test_sums_have_the_same_bits_on_every_rank_and_in_every_schedule(ranks: Rank
     assert all(scattered == part for _, scattered, part in found)
 
 
-def _asynchronous() -> None:
+@on_ranks(2)
+def test_work_is_like_torchs() -> None:
     mine = torch.full((8,), float(dist.get_rank()))
     out = torch.empty(8 * dist.get_world_size())
     work = collectives.all_gather_into_tensor(out, mine, async_op=True, schedule="copy_engine")
@@ -164,11 +148,8 @@ def _asynchronous() -> None:
         collectives.all_reduce(mine, stream=object())  # type: ignore[arg-type]
 
 
-def test_work_is_like_torchs(ranks: RankFixture) -> None:
-    ranks(2).run(_asynchronous)
-
-
-def _gradients() -> None:
+@on_ranks(3)
+def test_gradients() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     for op in ("sum", "avg"):
         x = torch.arange(size * 2.0).view(-1, 1).mul(rank + 1).t().contiguous().t().requires_grad_()
@@ -194,10 +175,6 @@ def _gradients() -> None:
     assert torch.equal(y.grad, 10.0 * torch.arange(size) + rank)
 
 
-def test_gradients(ranks: RankFixture) -> None:
-    ranks(3).run(_gradients)
-
-
 def _gathered_doubles() -> list[str]:
     messages = []
     with pytest.MonkeyPatch.context() as patch:
@@ -218,7 +195,8 @@ def test_gradients_that_cannot_be_summed_are_named(ranks: RankFixture) -> None:
         ]
 
 
-def _compiled() -> None:
+@on_ranks(2)
+def test_compiles_as_one_graph() -> None:
     """As one graph, forward and backward, where torch.compile works."""
     size, rank = dist.get_world_size(), dist.get_rank()
 
@@ -235,11 +213,8 @@ def _compiled() -> None:
     assert size == 2
 
 
-def test_compiles_as_one_graph(ranks: RankFixture) -> None:
-    ranks(2).run(_compiled)
-
-
-def _in_inference_mode() -> None:
+@on_ranks(2)
+def test_in_inference_mode() -> None:
     """As functions, into tensors that were made there, and into others."""
     mine, size = torch.full((4,), dist.get_rank() + 1.0), dist.get_world_size()
     total, others = size * (size + 1) / 2, torch.empty(4 * size)
@@ -253,10 +228,6 @@ def _in_inference_mode() -> None:
             assert collectives.all_reduced(mine.clone(), schedule=spec).tolist() == [total] * 4
             kinds = [collectives.all_gather(one, schedule=spec).is_inference() for one in (mine[:3], mine[:3], made[:3])]
             assert kinds == [False] * 3, "the first result is a tensor of inference mode, or a later one"
-
-
-def test_in_inference_mode(ranks: RankFixture) -> None:
-    ranks(2).run(_in_inference_mode)
 
 
 def _mistakes() -> list[str]:
@@ -344,31 +315,17 @@ def test_a_gpu_gives_an_eighth_of_what_is_free(monkeypatch: pytest.MonkeyPatch, 
 interpreted = interpreted_ranks(2)
 
 
-def _kernels() -> int:
-    """Whole and ragged tiles, aligned and not; how often the kernel ran."""
+@on_ranks(pool="interpreted")
+def test_sums_run_as_kernels() -> None:
+    """Whole and ragged tiles, aligned and not."""
     from weft.runtime.fused import FusedSum
 
-    launch, launches = FusedSum.launch, 0
-
-    def counted(self: FusedSum, *arguments: object, **options: object) -> None:
-        nonlocal launches
-        launches += 1
-        launch(self, *arguments, **options)  # type: ignore[arg-type]
-
-    FusedSum.launch = counted  # type: ignore[method-assign]
-    try:
+    with counting(FusedSum) as launches:
         for dtype, elements in ((torch.float16, 301), (torch.float32, 64)):
             case = Case(elements=elements, dtype=dtype, seed=elements)
             sums(case, "copy_engine:2", "avg")
             in_place(case, "copy_engine:2")
-    finally:
-        FusedSum.launch = launch  # type: ignore[method-assign]
-    return launches
-
-
-def test_sums_run_as_kernels(interpreted: Ranks) -> None:
-    for launches in interpreted.run(_kernels):
-        assert launches >= 10
+    assert launches.count >= 10
 
 
 def _rehearsed() -> list[int]:
@@ -390,7 +347,8 @@ def test_collectives_that_may_work_in_place_are_rehearsed_on_other_tensors(ranks
     assert ranks(2).run(_rehearsed) == [[1] * len(COLLECTIVE_OPS)] * 2
 
 
-def _read_after_close() -> None:
+@on_ranks(2)
+def test_tensors_that_peers_can_write_outlive_their_group() -> None:
     """The process would end where it reads memory that has gone."""
     rank, memory = dist.get_rank(), collectives.empty(8, 2)
     part = memory[4:].view(-1)
@@ -410,10 +368,6 @@ def _read_after_close() -> None:
     del matrix, segment
     assert gone() is None
     assert collectives.all_reduced(torch.ones(3)).tolist() == [2] * 3
-
-
-def test_tensors_that_peers_can_write_outlive_their_group(ranks: RankFixture) -> None:
-    ranks(2).run(_read_after_close)
 
 
 @pytest.mark.parametrize(("op", "a", "out"), [("all_gather", 2, 4), ("reduce_scatter", 4, 2), ("all_reduce", 4, 4)])

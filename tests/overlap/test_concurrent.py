@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from concurrent_work import OPS, Exchange, Products
 from conftest import RankFixture
+from rank_pools import on_ranks
 from weft_log import logged
 
 import weft
@@ -269,7 +270,8 @@ def test_a_trial_on_this_clock(ranks: RankFixture) -> None:
     assert us[method] <= us["sequential"]
 
 
-def _in_place() -> None:
+@on_ranks(2)
+def test_a_trial_changes_no_result_in_place() -> None:
     """An autotuning run restores what collectives read and write in place."""
     weft.close()
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -283,10 +285,6 @@ def _in_place() -> None:
     assert torch.equal(part, expected)
     assert torch.equal(gathered, torch.arange(float(size)).repeat_interleave(8))
     weft.close()
-
-
-def test_a_trial_changes_no_result_in_place(ranks: RankFixture) -> None:
-    ranks(2).run(_in_place)
 
 
 class _Stop(Exception):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from rank_pools import on_ranks
 
 import weft
 from weft.core.concurrent import ConcurrentProblem
@@ -79,7 +80,8 @@ def test_a_context_that_nobody_enters_says_so(ranks: RankFixture) -> None:
         ]
 
 
-def _in_order() -> None:
+@on_ranks(2)
+def test_collectives_of_one_memory_run_one_after_the_other() -> None:
     """What a scatter leaves is gathered, of tensors that take gloo some milliseconds."""
     part, size = 1 << 18, dist.get_world_size()
     whole, own, out = torch.empty(size * part), torch.empty(part), torch.empty(size * part)
@@ -92,11 +94,8 @@ def _in_order() -> None:
             assert torch.equal(out, torch.full_like(out, size * sum(turn + rank for rank in range(size)))), (turn, method)
 
 
-def test_collectives_of_one_memory_run_one_after_the_other(ranks: RankFixture) -> None:
-    ranks(2).run(_in_order)
-
-
-def _of_other_shapes() -> None:
+@on_ranks(2)
+def test_only_the_number_of_elements_counts() -> None:
     """What counts is how many elements there are: of a matrix, to rows of words; and nothing of it is a graph's."""
     size, rank = dist.get_world_size(), dist.get_rank()
     for method in ("sequential", "nccl", "copy_engine"):
@@ -107,10 +106,6 @@ def _of_other_shapes() -> None:
         with weft.concurrent(collectives=weft.ReduceScatter(part, whole), key="scatter", method=method):
             pass
         assert torch.equal(part, torch.full((2, 3), float(size * rank)))
-
-
-def test_only_the_number_of_elements_counts(ranks: RankFixture) -> None:
-    ranks(2).run(_of_other_shapes)
 
 
 def _of_a_parameter() -> list[float]:
