@@ -12,6 +12,7 @@ Operators take a Schedule as `schedule=`. One written by hand consists of Buffer
     Push((Store(src, dst, count), ..))   one kernel that stores regions of a local buffer, at peers too
     Gemm(b, (Part(a, out), ..))          one kernel, out = a @ b for each part; a part may wait, signal, add, store at a peer
     Reduce((Sum(srcs, out), ..))         one kernel that sums in float32, in the order of srcs; sources may be on peers
+    Norm(src, weight, out, eps)          one kernel that normalises whole rows, for a problem with norm_eps
     Lookup((Bags(bags, out), ..))        one kernel that looks up and pools rows of embedding tables
     Collective(op, src, dst)             a collective of NCCL over all ranks
     Wait(flag)                           wait for the signal of this call, or of the previous one
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         Gemm,
         Lane,
         Lookup,
+        Norm,
         Part,
         Push,
         Reduce,
@@ -68,6 +70,7 @@ __all__ = [
     "Gemm",
     "Lane",
     "Lookup",
+    "Norm",
     "Part",
     "Push",
     "RaggedProblem",

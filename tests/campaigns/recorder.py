@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft.core.schedule import Collective, Copy, Flag, Gemm, Lookup, Push, Reduce, Region, Step, waits
+from weft.core.schedule import Collective, Copy, Flag, Gemm, Lookup, Norm, Push, Reduce, Region, Step, waits
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.host import HostProgram
 from weft.runtime.launches import IssuedCall, Launch
@@ -234,6 +234,8 @@ def declared(step: Step) -> tuple[list[Region], list[Region]]:
         outs = [part.out for part in step.parts]
         reads = [step.b, *(part.a for part in step.parts), *(add for part in step.parts for add in part.adds)]
         return reads + (outs if step.accumulate else []), outs
+    if isinstance(step, Norm):
+        return [step.src, step.weight], [step.out]
     if isinstance(step, Reduce):
         return [src for part in step.parts for src in part.srcs], [part.out for part in step.parts]
     return [], [part.out for part in step.parts] if isinstance(step, Lookup) else []

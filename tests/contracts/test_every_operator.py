@@ -168,6 +168,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "all_gather_matmul": ({"a": A, "b": B}, {**PRODUCT, "gather_dim": 1, "rows": 13}),
     "matmul_reduce_scatter": ({"a": A, "b": B}, {**PRODUCT, "scatter_dim": 1, "op": "max"}),
     "matmul_all_reduce": ({"a": A, "b": B}, {**PRODUCT, "bias": torch.ones(3), "residual": torch.ones(4, 3)}),
+    "matmul_all_reduce_norm": (
+        {"a": A, "b": B, "residual": torch.ones(4, 2), "weight": torch.ones(2)},
+        {**PRODUCT, "bias": torch.ones(3), "residual": torch.ones(4, 3), "weight": torch.ones(3), "eps": 2.0},
+    ),
     "matmul_all_to_all": ({"a": A, "b": B}, {**EXCHANGE, "split_dim": 1}),
     "all_to_all_matmul": ({"a": A, "b": B}, {**EXCHANGE, "gather_dim": 1}),
     "embedding_bag_all_to_all": (

@@ -29,6 +29,7 @@ from weft.core.schedule import (
     Gemm,
     GroupedGemm,
     Lookup,
+    Norm,
     Push,
     Reduce,
     Schedule,
@@ -59,6 +60,7 @@ EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     Push: ("all_gather_matmul", "sequential_stores", ()),
     Gemm: ("matmul_reduce_scatter", "direct_store:1", ()),
     Reduce: ("matmul_reduce_scatter", "shard_p2p", ()),
+    Norm: ("matmul_all_reduce", "sequential", ()),
     Lookup: ("embedding_bag_all_to_all", "direct_store:1", ()),
     Collective: ("all_reduce", "sequential", ()),
     FusedCollective: ("matmul_all_reduce", "one_shot", ()),
@@ -68,7 +70,7 @@ EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     SegmentCopies: ("ragged_all_to_all_matmul", "sequential", ()),
     GroupedGemm: ("ragged_all_to_all_matmul", "fused", ()),
 }
-"""By kind of step, a schedule that has it."""
+"""By kind of step, a schedule that has it; a norm is in that of a problem with one."""
 IMPLIED = {
     ("all_gather_matmul", "sequential_stores"),
     ("all_to_all_matmul", "sequential_stores"),
@@ -86,6 +88,7 @@ LAUNCHES: dict[type, type[Launch]] = {
     Push: CopyLaunch,
     Gemm: TorchLaunch,
     Reduce: TorchLaunch,
+    Norm: TorchLaunch,
     Lookup: TorchLaunch,
     Collective: TorchLaunch,
     FusedCollective: KernelLaunch,
@@ -109,12 +112,16 @@ TABLES: dict[str, tuple[Mapping[Any, object], dict[type, str]]] = {
     "simulator, beside a computation": (engine.CONCURRENT_STEPS, SPELLED_OUT),
     "simulator, whether all ranks do the same": (rotation._READ, SPELLED_OUT),
     "timelines": (LINES, SPELLED_OUT),
-    "runtime, kernels": (KERNELS, dict.fromkeys((Signal, Copy, Collective, SendReceive), NO_KERNEL) | BESIDE),
+    "runtime, kernels": (KERNELS, dict.fromkeys((Signal, Copy, Norm, Collective, SendReceive), NO_KERNEL) | BESIDE),
 }
 """By room, what gives each type of step its meaning there, and the types that it leaves out, each with the reason."""
 PARTS = {"Region", "Flag", "Store", "Part", "Sum", "Bags", "Send", "Receive", "Segment", "SegmentCopy", "SegmentProduct"}
 WHOLES = {"Lane", "Buffer", "Schedule"}
 every_kind = pytest.mark.parametrize("kind", EXAMPLES, ids=lambda kind: kind.__name__)
+
+
+def example(kind: type) -> Schedule:
+    return made(*EXAMPLES[kind], norm=kind is Norm)
 
 
 def places(found: Schedule, kind: type) -> list[tuple[int, str, int, Step]]:
@@ -161,7 +168,7 @@ def test_a_kind_without_a_meaning_is_named() -> None:
 
 @every_kind
 def test_the_checker_misses_one_that_is_left_out(kind: type) -> None:
-    found = made(*EXAMPLES[kind])
+    found = example(kind)
     assert places(found, kind)
     for rank, lane, at, _ in places(found, kind):
         with pytest.raises(weft.schedule.ScheduleError):
@@ -198,7 +205,7 @@ def _is_proved(found: Schedule) -> bool:
 @every_kind
 def test_the_checker_refuses_one_that_is_there_twice_or_elsewhere(kind: type) -> None:
     """What only reads, or writes the same again, may be there twice: on a rank that is none it may not."""
-    found = made(*EXAMPLES[kind])
+    found = example(kind)
     rank, lane, at, step = places(found, kind)[0]
     if signalled_flags(step) or isinstance(step, (Collective, FusedCollective, SendReceive, UserCall)):
         with pytest.raises(weft.schedule.ScheduleError):
@@ -214,7 +221,7 @@ def test_the_checker_refuses_one_that_is_there_twice_or_elsewhere(kind: type) ->
 
 @every_kind
 def test_it_comes_back_from_json_by_its_name(kind: type) -> None:
-    for _, _, _, step in places(made(*EXAMPLES[kind]), kind):
+    for _, _, _, step in places(example(kind), kind):
         data = codec.dump(step)
         assert data["type"] == kind.__name__
         assert codec.load(Step, data) == step
@@ -222,7 +229,7 @@ def test_it_comes_back_from_json_by_its_name(kind: type) -> None:
 
 @every_kind
 def test_the_simulator_gives_it_a_time_and_a_text(kind: type) -> None:
-    found = made(*EXAMPLES[kind])
+    found = example(kind)
     outcome = run(found, machine.load("h200x8"))
     wanted = {label(rank, step) for rank, _, _, step in places(joined(found), kind)}
     assert all(wanted)
@@ -236,7 +243,7 @@ def test_the_simulator_gives_it_a_time_and_a_text(kind: type) -> None:
 
 @every_kind
 def test_a_timeline_has_a_line_for_it(kind: type) -> None:
-    found = made(*EXAMPLES[kind])
+    found = example(kind)
     words = {
         FusedCollective: "one kernel,",
         UserCall: "call",
@@ -264,7 +271,7 @@ class Planned(FakeProgram):
 
 @every_kind
 def test_the_runtime_launches_it(kind: type) -> None:
-    found = made(*EXAMPLES[kind])
+    found = example(kind)
     mine = [(lane, at, step) for rank, lane, at, step in places(found, kind) if rank == 0]
     program = Planned(found, 0)
     if kind is UserCall:  # is no part of a program: `concurrent` calls it
@@ -286,7 +293,7 @@ def test_the_runtime_launches_it(kind: type) -> None:
 @every_kind
 def test_what_it_touches_is_known(kind: type) -> None:
     """A step that computes or moves names regions or flags: whoever renames or reads them asks these functions."""
-    for _, _, _, step in places(made(*EXAMPLES[kind]), kind):
+    for _, _, _, step in places(example(kind), kind):
         if kind in (UserCall, SegmentCopies, GroupedGemm):
             continue
         assert regions(step) or signalled_flags(step) or waits(step)

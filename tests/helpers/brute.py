@@ -44,6 +44,7 @@ from weft.core.schedule import (
     Flag,
     Gemm,
     Lookup,
+    Norm,
     Push,
     Reduce,
     Region,
@@ -105,6 +106,8 @@ class Brute:
         elif isinstance(step, Reduce):
             for i, total in enumerate(step.parts):
                 self._add(rank, step, i, list(total.srcs), total.out, total.gates)
+        elif isinstance(step, Norm):
+            self._add(rank, step, 0, [step.src, step.weight], step.out)
         elif isinstance(step, Lookup):
             for i, bags in enumerate(step.parts):
                 self._add(rank, step, i, [bags.bags], bags.out)
@@ -327,7 +330,7 @@ def _elements(region: Region) -> set[tuple[object, ...]]:
 def _fits(access: Access, src: Region, number: int) -> bool:
     """Of the result's shape; what a sum adds to its first source may be one row for all rows."""
     (out,) = access.writes
-    row = isinstance(access.step, Reduce) and number > 0 and src.shape == (1, out.shape[1])
+    row = isinstance(access.step, (Reduce, Norm)) and number > 0 and src.shape == (1, out.shape[1])
     return row or src.shape == out.shape
 
 

@@ -81,9 +81,11 @@ CASES += [(op, spec, NODES) for op in PROBLEMS for spec in _across(op)]
 
 
 @cache
-def made(op: Op, spec: str, nodes: tuple[int, ...] = ()) -> Schedule:
-    """The schedule of a case."""
+def made(op: Op, spec: str, nodes: tuple[int, ...] = (), *, norm: bool = False) -> Schedule:
+    """The schedule of a case. norm: the result is normalised, too."""
     problem = PULLED if op == "concurrent" and "pull" in spec else PROBLEMS[op]
+    if norm:
+        problem = replace(problem, norm_eps=1e-5)
     if nodes:
         problem = _on_nodes(problem, nodes)
     if op == "concurrent" or op.startswith("ragged"):

@@ -194,6 +194,9 @@ def _all_reduces(gpu: Capabilities) -> Iterator[Example]:
                 sms=gpu.sms,
             )
             yield all_reduce_example(layout, gpu)
+            if way == "one" and scaling is None:
+                normed = dataclasses.replace(problem, norm_eps=1e-6)
+                yield all_reduce_example(dataclasses.replace(layout, problem=normed, norm=True), gpu)
 
 
 def all_reduce_example(layout: all_reduce.AllReducePlan, gpu: Capabilities) -> Example:
@@ -208,7 +211,7 @@ def all_reduce_example(layout: all_reduce.AllReducePlan, gpu: Capabilities) -> E
         types |= {"a_ptr": f"*{_FLOAT8[scaling.a]}", "b_ptr": f"*{_FLOAT8[scaling.b]}", "scales": _SCALES}
     return Example(
         kernel=kernel,
-        words=f"{layout.hops}, {layout.problem.m} rows{f', {scaling}' if scaling else ''}",
+        words=f"{layout.hops}, {layout.problem.m} rows{f', {scaling}' if scaling else ''}{', norm' if layout.norm else ''}",
         constants=constants,
         types=types,
         multiples=("n", "k", "stride_am", "stride_bn"),

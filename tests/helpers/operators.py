@@ -102,6 +102,12 @@ def _product_sum(given: list[Arguments]) -> torch.Tensor:
     return torch.stack([each[0] @ each[1] for each in given]).sum(0)
 
 
+def _normalised(given: list[Arguments], rank: int) -> torch.Tensor:
+    """The norm, and below it the sum of which it is."""
+    total = _product_sum(given) + given[rank][2] + given[rank][3]
+    return torch.cat([torch.nn.functional.rms_norm(total, (N,), given[rank][4], 1e-6), total])
+
+
 def _combined(given: list[Arguments], rank: int) -> torch.Tensor:
     return torch.cat([_part(each[0], rank, len(given)) @ each[1] for each in given])
 
@@ -245,6 +251,22 @@ OPERATORS: tuple[Operator, ...] = (
         expected=lambda given, rank: _product_sum(given) + given[rank][2] + given[rank][3],
         replicated=True,
         shared=(2, 3),
+    ),
+    Operator(
+        name="matmul_all_reduce_norm",
+        op="matmul_all_reduce",
+        public=weft.matmul_all_reduce_norm,
+        shapes=lambda rows, size, rank: (
+            *((rows, _shard(K + 1, size, rank)), (_shard(K + 1, size, rank), N)),
+            *((N,), (rows, N), (N,)),
+        ),
+        call=lambda a, b, bias, residual, weight, **options: torch.cat(
+            weft.matmul_all_reduce_norm(a, b, residual, weight, bias=bias, **options)
+        ),
+        expected=_normalised,
+        replicated=True,
+        shared=(2, 3, 4),
+        differentiable=False,
     ),
     Operator(
         name="matmul_all_to_all",

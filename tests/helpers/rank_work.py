@@ -137,3 +137,29 @@ def told_with(settings: Sequence[dict[str, str]], spec: str) -> list[str]:
                 found.append(str(error))
     weft.close()
     return found
+
+
+NORM_EPS = 1e-5
+
+
+def check_norm(m: int, n: int, k: int, dtype: torch.dtype, name: str, seed: int, **given: bool) -> None:
+    """One call against float64: the sum is right, and the norm is that of the rounded sum. given: bias, residual."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    a, b, product = whole(m, n, k, dtype, seed)
+    cols = slice(rank * k // size, (rank + 1) * k // size)
+    make = torch.Generator().manual_seed(seed)
+    residual, bias, weight = (torch.randn(shape, generator=make).to(here(), dtype) for shape in ((m, n), (n,), (n,)))
+    expected = product + residual.double() * given.get("residual", True) + bias.double() * given.get("bias", False)
+    normed, r = weft.matmul_all_reduce_norm(
+        a[:, cols].contiguous(),
+        b[cols].contiguous(),
+        residual if given.get("residual", True) else None,
+        weight,
+        eps=NORM_EPS,
+        bias=bias if given.get("bias") else None,
+        schedule=name,
+    )
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    torch.testing.assert_close(r.double(), expected, rtol=tolerance, atol=tolerance)
+    wanted = torch.nn.functional.rms_norm(r.float(), (n,), weight.float(), NORM_EPS)
+    torch.testing.assert_close(normed.float(), wanted, rtol=tolerance / 4, atol=tolerance / 8)

@@ -6,6 +6,8 @@ A content describes element (i, j) of its buffer by a displacement, so cutting a
                                 transpose of X; "P" is the pooled result of a lookup
     ("AB", dr, dc, ks, div)     the sum over k in ks of A[i + dr, k] * B[k, j + dc], divided by div
     ("XA", dr, dc, ks, div)     the same of X^T and A, which are gradients of weights
+    ("N", dr, dc, sum)          the norm of row i + dr of a sum, times the norm's weight of column j + dc; `sum` has its kind,
+                                ks and div. "W" is that weight
     ("?", why)                  a value that no result may hold
 
 Each addend of a result counts as one more k, in the range ADDED. If one row is added to every row, its dr is None. Any other
@@ -149,6 +151,23 @@ def _transposed(content: Content) -> Content:
     return ("X^T", content[2], content[1]) if content[0] == "X" else ("?", f"the transpose of {describe(content)}")
 
 
+def normalised(src: tuple[Rect, Cells], weight: tuple[Rect, Cells], out: Rect) -> Cells:
+    """Return the cells that a norm of whole rows writes to `out`. A row must be one sum, from its first column to its last."""
+    (rect, cells), (weight_rect, weights) = src, weight
+    down, right = rect[0] - out[0], rect[2] - out[2]
+    found: Cells = []
+    for top, bottom in _bands([r for r, _ in cells], 0):
+        first, *others = {content for r, content in cells if r[0] <= top < r[1]}
+        if {(content[0], content[2] + weight_rect[2]) for _, content in weights} != {("W", 0)}:
+            content: Content = ("?", "a norm times something else than its weight")
+        elif others or first[0] not in SUMS or first[1] is None or first[2] + rect[2]:
+            content = ("?", f"a norm of rows that are not whole rows of one sum: {describe(first)}")
+        else:
+            content = ("N", first[1] + down, first[2] + right, (first[0], *first[3:]))
+        found.append(((top - down, bottom - down, out[2], out[3]), content))
+    return found
+
+
 def _bands(rects: list[Rect], at: int) -> list[tuple[int, int]]:
     """Return the ranges between neighbouring edges of the rectangles: of rows (at=0) or columns (at=2)."""
     edges = sorted({r[at] for r in rects} | {r[at + 1] for r in rects})
@@ -175,6 +194,8 @@ def describe(content: Content | None, rect: Rect = (0, 1, 0, 1)) -> str:
     """Return the text of a content for an element range of its buffer."""
     if not content or content[0] == "?":
         return content[1] if content else "nothing"
+    if content[0] == "N":
+        return f"the norm of {describe((content[3][0], *content[1:3], *content[3][1:]), rect)}"
     down = 0 if content[1] is None else content[1]
     rows = f"{rect[0] + down}:{rect[1] + down}, {rect[2] + content[2]}:{rect[3] + content[2]}"
     if content[0] not in SUMS:

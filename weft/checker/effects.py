@@ -17,7 +17,20 @@ from functools import reduce
 from itertools import chain
 from operator import or_
 
-from weft.checker.content import ADDED, ZERO, Cells, Content, added, describe, divided, moved, product, total, transposed
+from weft.checker.content import (
+    ADDED,
+    ZERO,
+    Cells,
+    Content,
+    added,
+    describe,
+    divided,
+    moved,
+    normalised,
+    product,
+    total,
+    transposed,
+)
 from weft.checker.memory import AliasedInput, Conflict, Constant, Memory
 from weft.checker.program import CALLER, Access, Action, CompiledSchedule, Do, Rect, ScheduleError, overlap
 from weft.checker.shapes import reachable_outputs
@@ -83,6 +96,8 @@ class Effects:
             return ("A", offset, 0) if name == "a" else ("B", 0, offset)
         if name in ADDED:
             return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
+        if name == "norm_weight":
+            return ("W", 0, 0)
         if name == "x":
             return ("X", self.problem.shards[rank][0] if self.problem.weight_gradients == "shard" else 0, 0)
         offset = self._first_inner(rank)
@@ -256,8 +271,8 @@ class Effects:
         if problem.op == "all_gather_matmul":
             return [(rows, ("AB", 0, self._first_column(rank), every_k, 1))]
         if problem.op == "matmul_all_reduce":
-            addends = sorted(ADDED[name] for name in problem.addends)
-            return [(rows, ("AB", 0, 0, (*addends, *every_k), 1))]
+            ks = (*sorted(ADDED[name] for name in problem.addends), *every_k)
+            return [(rows, ("N", 0, 0, ("AB", ks, 1)) if name == "normed" else ("AB", 0, 0, ks, 1))]
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 
@@ -342,6 +357,8 @@ def _result(action: Action, cells: list[Cells], old: Cells | None) -> Cells:
         return moved(cells[0], rects[0], out)
     if action.do is Do.ADD:
         return divided(total([moved(c, rect, out) for c, rect in zip(cells, rects, strict=True)]), action.divide_by)
+    if action.do is Do.NORM:
+        return normalised((rects[0], cells[0]), (rects[1], cells[1]), out)
     if action.do is Do.GEMM_OF_TRANSPOSE:
         return product(transposed((rects[0], cells[0])), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]
     fresh = product(_merge_slices(action, cells), (rects[1], cells[1]), out) if action.reads else [(out, ZERO)]

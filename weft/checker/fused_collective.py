@@ -8,9 +8,9 @@ check_room        no other lane of the rank needs SMs while the kernel's blocks 
 from __future__ import annotations
 
 from weft.checker.program import CompiledSchedule, Do, Op, ScheduleError, overlap
-from weft.checker.shapes import region_fault
+from weft.checker.shapes import norm_fault, region_fault
 from weft.core.fused_collective import SpelledOut
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import FusedCollective, Region, Schedule, places_of
 
 MOST_COPIES = 16
@@ -34,7 +34,7 @@ def check_shapes(schedule: Schedule) -> None:
             raise ScheduleError(f"rank {rank} has two kernels with one mailbox, of {mailboxes}; give each a name of its own")
         first = mine if rank == 0 else first
         if mine != first:
-            what = "mailbox, copies, op, hops, multiplies, addends, divide_by"
+            what = "mailbox, copies, op, hops, multiplies, addends, divide_by, norm"
             raise ScheduleError(f"rank {rank} has other fused collectives ({what}) than rank 0: {mine}, not {first}")
     _check_names(schedule, [f"{common[0]}." for common in first])
 
@@ -51,7 +51,7 @@ def _check_names(schedule: Schedule, reserved: list[str]) -> None:
 def _common(step: FusedCollective) -> tuple[object, ...]:
     """Return the properties that must be the same on every rank."""
     addends = tuple(region.buffer for region in step.addends)
-    return step.mailbox, step.copies, step.op, step.hops, step.multiplies, addends, step.divide_by
+    return step.mailbox, step.copies, step.op, step.hops, step.multiplies, addends, step.divide_by, step.norm is not None
 
 
 def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
@@ -72,7 +72,12 @@ def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
     for region, shape in zip((*step.factors, step.out), wanted, strict=True):
         if region.shape != shape:
             return f"{region} has shape {region.shape}; for {problem} it is {shape} on rank {rank}"
-    return _addends_fault(step) or _place_fault(schedule, rank, step) or written_too_early(step, problem.world_size)
+    return (
+        _addends_fault(step)
+        or _norm_fault(step, problem)
+        or _place_fault(schedule, rank, step)
+        or written_too_early(step, problem.world_size)
+    )
 
 
 def _addends_fault(step: FusedCollective) -> str:
@@ -80,6 +85,14 @@ def _addends_fault(step: FusedCollective) -> str:
         if region.shape != step.out.shape and region.shape != (1, step.out.shape[1]):
             return f"{region} has shape {region.shape}, but it is added to {step.out} of shape {step.out.shape}"
     return ""
+
+
+def _norm_fault(step: FusedCollective, problem: Problem) -> str:
+    if step.norm is None:
+        return ""
+    if step.op != "all_reduce" or step.hops != 1 or step.norm.src != step.out:
+        return f"it has {step.norm}; a kernel normalises its own result, of an all_reduce in one hop"
+    return norm_fault(step.norm, problem)
 
 
 def _place_fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
@@ -90,7 +103,10 @@ def _place_fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
     leave some regions out.
     """
     read: tuple[Region, ...] = (*step.factors, *step.addends)
-    for region in (*read, step.out):
+    outs = [step.out]
+    if step.norm is not None:
+        read, outs = (*read, step.norm.weight), [step.out, step.norm.out]
+    for region in (*read, *outs):
         if region.rank != rank:
             return f"{region} is another rank's; the kernel reads and writes its own, and sends through its mailbox"
         fault = region_fault(region, schedule.buffer, schedule.problem.world_size)
@@ -98,12 +114,13 @@ def _place_fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
             return fault
         if schedule.buffer[region.buffer].float32:
             return f"{region} holds float32; the kernel takes the problem's dtype"
-    if schedule.buffer[step.out.buffer].kind == "input":
-        return f"{step.out} is an input of the caller; no step may write it"
-    shared = next((region for region in read if _overlap(region, step.out)), None)
-    return (
-        f"out is {step.out}, which overlaps {shared}, which it reads; use a buffer of its own for one of them" if shared else ""
-    )
+    for out in outs:
+        if schedule.buffer[out.buffer].kind == "input":
+            return f"{out} is an input of the caller; no step may write it"
+        shared = next((region for region in (*read, *outs) if region is not out and _overlap(region, out)), None)
+        if shared:
+            return f"out is {out}, which overlaps {shared}, which it reads; use a buffer of its own for one of them"
+    return ""
 
 
 def _overlap(one: Region, other: Region) -> bool:

@@ -45,6 +45,7 @@ class Do(IntEnum):
     ADD_ALL = 9
     EXCHANGE_COLUMNS = 10
     GEMM_OF_TRANSPOSE = 11
+    NORM = 12
 
 
 class Action(NamedTuple):

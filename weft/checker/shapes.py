@@ -18,6 +18,7 @@ from weft.core.schedule import (
     Collective,
     Gemm,
     LaneKind,
+    Norm,
     Part,
     Region,
     Schedule,
@@ -119,6 +120,8 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
         b_columns = problem.n if isinstance(problem, ColumnProblem) else problem.columns
         inputs = {"a": (problem.a_rows, problem.a_columns), "b": (problem.inner, b_columns)}
         inputs |= {name: (problem.m if name == "residual" else 1, problem.columns) for name in problem.addends}
+        if problem.norm_eps is not None:
+            inputs["norm_weight"], outputs["normed"] = (1, problem.n), (problem.m, problem.n)
         if problem.return_gathered:
             outputs["gathered"] = problem.out_rows, problem.inner
         if problem.weight_gradients:
@@ -219,6 +222,20 @@ def sum_fault(part: Sum) -> str:
     for i, src in enumerate(part.srcs):
         if src.shape != part.out.shape and not (i and src.shape == (1, part.out.shape[1])):
             return f"{src} has shape {src.shape}, but it is summed into {part.out} of shape {part.out.shape}"
+    return ""
+
+
+def norm_fault(step: Norm, problem: Problem) -> str:
+    """Return a fault, or "". A norm takes whole rows of the problem's result."""
+    if problem.norm_eps is None or step.eps != problem.norm_eps:
+        return f"its eps is {step.eps:g}; that of {problem} is {problem.norm_eps}"
+    for region, shape in (
+        (step.src, step.out.shape),
+        (step.weight, (1, problem.n)),
+        (step.out, (step.out.shape[0], problem.n)),
+    ):
+        if region.shape != shape:
+            return f"{region} has shape {region.shape}; a norm of whole rows of {problem.n} columns needs {shape}"
     return ""
 
 

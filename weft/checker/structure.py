@@ -18,6 +18,7 @@ from weft.checker.shapes import (
     collective_fault,
     gemm_fault,
     message_fault,
+    norm_fault,
     reachable_outputs,
     region_fault,
     scales_fault,
@@ -34,6 +35,7 @@ from weft.core.schedule import (
     Lane,
     LaneKind,
     Lookup,
+    Norm,
     Part,
     Push,
     Reduce,
@@ -49,7 +51,8 @@ from weft.core.schedule import (
     Wait,
 )
 
-_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES, _ADD_ALL, _EXCHANGE_COLUMNS, _OF_TRANSPOSE = Do
+_WAIT, _SIGNAL, _WORK, _COLLECTIVE, _COPY, _GEMM, _ADD, _EXCHANGE, _MESSAGES, _ADD_ALL, *_OTHERS = Do
+_EXCHANGE_COLUMNS, _OF_TRANSPOSE, _NORM = _OTHERS
 _COLLECTS = {
     "all_gather": _COPY,
     "reduce_scatter": _ADD,
@@ -329,6 +332,13 @@ class Compiler:
         self.plain(part.out, *part.srcs)
         return self.action(_ADD, srcs, out, part.gates, part.count, divide_by=divide_by)
 
+    def norm(self, step: Norm) -> tuple[Action, ...]:
+        reads = tuple([self.access(region, remote=False) for region in (step.src, step.weight)])
+        out = self.access(step.out, write=True, remote=False)
+        self.refuse(norm_fault(step, self.problem))
+        self.plain(step.src, step.weight, step.out)
+        return (self.action(_NORM, reads, out),)
+
     def lookup(self, step: Lookup) -> tuple[Action, ...]:
         return tuple([self.bags(part) for part in step.parts])
 
@@ -414,6 +424,7 @@ class Compiler:
         Push: as_kernel(push),
         Gemm: as_kernel(gemm),
         Reduce: as_kernel(reduce),
+        Norm: as_kernel(norm),
         Lookup: as_kernel(lookup),
         Collective: collective,
         SendReceive: messages,

@@ -151,6 +151,8 @@ class _Scratch:
             yield from self._sum(rank, step, partial, peers)
         if step.hops == 2:
             yield from self._pass_on(rank, step, peers, summing)
+        if step.norm is not None:
+            yield step.norm
 
     def _sums(self, rank: int) -> bool:
         """Return whether a rank has elements to sum."""

@@ -6,6 +6,7 @@ rule as torch.chunk and DTensor's Shard: every part has ceil(extent / parts) but
     all_gather_matmul       a_mK (rows sharded)  b_Kn (columns sharded)  ->  out_Mn       all_gather(a) @ b
     matmul_reduce_scatter   a_Mk (columns)       b_kN (rows sharded)     ->  out_mN       reduce_scatter(a @ b)
     matmul_all_reduce       a_Mk (columns)       b_kN (rows sharded)     ->  out_MN       all_reduce(a @ b) + bias + residual
+                                                      norm_eps: and rms_norm(out) * norm_weight -> normed_MN
     embedding_bag_all_to_all   bags of M samples, tables by rank         ->  out_mN       all_to_all(embedding_bag(...))
 
 In an all-to-all of rows, every rank has a whole matmul of its own: M, N and K are a rank's, the same on all, and b is not
@@ -210,6 +211,7 @@ class Problem:
     weight_gradients: matmul_reduce_scatter also returns x^T @ a, N x k, for another input x, M x N. If out is the gradient of
     the a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of
     x. With "shard" it has its shard of x's rows, which are gathered.
+    norm_eps: matmul_all_reduce also returns rms_norm(out) * norm_weight, with this epsilon. None for no norm.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
     MOST_WORLD), or inconsistent sizes.
@@ -233,6 +235,7 @@ class Problem:
     scaling: Scaling | None = None
     products: int = 1
     weight_gradients: Literal["", "whole", "shard"] = ""
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
@@ -269,6 +272,9 @@ class Problem:
             raise ValueError(f"products is {self.products}; {takes}, use 1")
         if self.weight_gradients:
             self._check_weight_gradients()
+        if self.norm_eps is not None and (self.op != "matmul_all_reduce" or not 0 <= self.norm_eps < 1):
+            takes = "use a number from 0 to below 1" if self.op == "matmul_all_reduce" else f"{self.op} has no norm, use None"
+            raise ValueError(f"norm_eps is {self.norm_eps!r}; {takes}")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
 
@@ -419,7 +425,9 @@ class Problem:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
         flags += f" of {self.products} products" * (self.products > 1)
         flags += f" +gradients of weights, x {self.weight_gradients}" if self.weight_gradients else ""
-        flags += "".join(f" +{name}" for name in self.addends) + _on_nodes(self.nodes)
+        flags += "".join(f" +{name}" for name in self.addends)
+        flags += "" if self.norm_eps is None else f" +norm, eps {self.norm_eps:g}"
+        flags += _on_nodes(self.nodes)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self._dtypes} world_size={self.world_size}{flags}"
 
     @property

@@ -311,6 +311,23 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """One kernel that normalises whole rows: out = src / sqrt(mean(src^2 of the row) + eps) * weight, in float32, rounded once.
+
+    src, out: rows of N columns each. weight: one row. eps: that of the problem.
+    """
+
+    TAGGED: ClassVar[bool] = True
+    src: Region
+    weight: Region
+    out: Region
+    eps: float
+
+    def __str__(self) -> str:
+        return f"norm {self.src} * {self.weight} -> {self.out}"
+
+
+@dataclass(frozen=True, slots=True)
 class FusedCollective:
     """One persistent kernel that sums the tiles of all ranks, on a lane of kind compute. Every rank runs the same.
 
@@ -320,6 +337,7 @@ class FusedCollective:
     rank owns an equal part of the columns of N; it sums the tiles of its columns and sends the sums to all.
     addends: tensors that are added to the sum once, each as large as out, or one row that is added to all rows.
     divide_by: as in a Reduce.
+    norm: the norm of `out`, which the kernel computes, too; all_reduce in one hop only.
 
     Tiles are sent through a mailbox, the kernel's own symmetric memory. A 32-bit word of the mailbox is empty or holds data, so
     the data is its own flag. mailbox: its name; no other kernel of a rank uses it. copies: the number of copies, which calls
@@ -339,6 +357,7 @@ class FusedCollective:
     divide_by: int = 1
     mailbox: str = "mailbox"
     copies: int = 3
+    norm: Norm | None = None
 
     @property
     def multiplies(self) -> bool:
@@ -348,7 +367,8 @@ class FusedCollective:
         made = " @ ".join(map(str, self.factors))
         added = "".join(f" + {region}" for region in self.addends)
         hops = "one hop" if self.hops == 1 else f"{self.hops} hops"
-        return f"{self.op} {made}{added} -> {self.out} in one kernel, {hops}"
+        norm = "" if self.norm is None else f", {self.norm}"
+        return f"{self.op} {made}{added} -> {self.out}{norm} in one kernel, {hops}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +545,21 @@ class GroupedGemm:
 
 RaggedStep = ShareCounts | SegmentCopies | GroupedGemm
 """Steps that only a RaggedProblem has. They read row counts on the device."""
-Step = Wait | Signal | Copy | Push | Gemm | Reduce | Lookup | Collective | FusedCollective | SendReceive | UserCall | RaggedStep
+Step = (
+    Wait
+    | Signal
+    | Copy
+    | Push
+    | Gemm
+    | Reduce
+    | Norm
+    | Lookup
+    | Collective
+    | FusedCollective
+    | SendReceive
+    | UserCall
+    | RaggedStep
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,7 +732,10 @@ STEP_CONTENTS: dict[type, StepContents] = {
     ),
     Lookup: StepContents(_of_parts(attrgetter("bags", "out")), signals=_flags_of_parts),
     Collective: StepContents(attrgetter("src", "dst")),
-    FusedCollective: StepContents(lambda step: (*step.factors, *step.addends, step.out)),
+    Norm: StepContents(attrgetter("src", "weight", "out")),
+    FusedCollective: StepContents(
+        lambda step: (*step.factors, *step.addends, step.out, *([] if step.norm is None else [step.norm.weight, step.norm.out]))
+    ),
     SendReceive: StepContents(lambda step: (*(send.src for send in step.sends), *(receive.dst for receive in step.receives))),
     UserCall: StepContents(),
     ShareCounts: StepContents(waits=attrgetter("gates"), signals=attrgetter("flags")),

@@ -15,6 +15,7 @@ from weft.core.schedule import (
     GroupedGemm,
     Lane,
     Lookup,
+    Norm,
     Part,
     Push,
     Reduce,
@@ -166,6 +167,7 @@ WORK: dict[type, StepWork] = {
         "gemm", bytes=_gemm_regions, flops=lambda step: sum(2 * part.a.size * step.b.shape[1] for part in step.parts)
     ),
     Reduce: StepWork("reduce", bytes=lambda schedule, step: regions(step)),
+    Norm: StepWork("reduce", bytes=lambda schedule, step: regions(step)),
     Lookup: StepWork("lookup", bytes=_lookup_bytes),
     Collective: StepWork("collective", lambda rank, step: step.op, _collective_bytes),
     FusedCollective: StepWork(

@@ -9,6 +9,7 @@
     2  wait for all ranks' partial pieces <~~~~~~~  of the tiles that r sums: whole tiles (one hop), or its piece of each tile
        sum, add bias and residual, round; one hop: store in out; two hops: send the sum to all, itself among them
     3  two hops: wait for all pieces' sums, store the tile in out
+   norm: wait for the squares of all columns, store the norm of the tile
 
 Tile t belongs to block t mod the number of blocks on every rank. So block i waits for blocks i of its peers alone, and only for
 their earlier phases. The call ends if all blocks are resident, or if blocks start in the order of their numbers. With two hops
@@ -29,6 +30,11 @@ its sum is NaN, here and at every receiver, because an incomplete sum would look
 
 FP8 factors are multiplied by their scales in float32 before their product is rounded to words. The product of few rows is bound
 by reading b from memory, and FP8 halves its bytes.
+
+A norm needs the sum of squares of whole rows, whose columns are in several blocks of this rank. Each tile puts the sums of its
+rows' squares into words of the own mailbox, one for each row, which are cleared and waited for in the same way, and every block
+adds up those of its rows in the order of columns. So blocks wait for each other, and all of them must be resident: there are at
+most as many as the GPU has room for. The interpreter runs blocks one after the other, and there a norm has one block.
 
 Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; a row of a tile has WIDTH words, a row of a piece PART words,
 and a piece HEIGHT rows; a share is an owner's columns, or rows (SCATTER).
@@ -58,6 +64,8 @@ _SHARED_BYTES = 180 << 10
 """Shared memory for tiles in flight, if the GPU allows a block that much."""
 _EXCHANGING = 4
 """Blocks on an SM when the kernel only exchanges. On 4 x H200, 128 x 8192 takes 12.0 us with 4 blocks, and 12.8 with one."""
+_SQUARES = 4096
+"""The words of squares that a block looks at together. More would not fit the registers of its threads."""
 _ELEMENTS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 
 
@@ -110,6 +118,7 @@ class AllReducePlan:
     multiply: whether the kernel multiplies. Otherwise it reads partial results.
     pieces: the pieces of a tile, each with its own owner. 1 if every rank sums everything.
     share: the most columns, or rows, of an owner.
+    norm: whether the kernel also normalises the rows of its result.
     """
 
     problem: Problem
@@ -119,6 +128,7 @@ class AllReducePlan:
     tiling: Tiling
     pieces: int
     share: int
+    norm: bool = False
 
     @property
     def region_rows(self) -> int:
@@ -151,8 +161,18 @@ class AllReducePlan:
         return self.tiling.m * self.tiling.n // self.pieces * self.problem.itemsize
 
     @property
-    def mailbox_bytes(self) -> int:
+    def column_slots(self) -> int:
+        """The words for a row's squares: one for each tile of its columns, up to a power of two."""
+        return int(triton.next_power_of_2(self.count // self.row_tiles))
+
+    @property
+    def tile_bytes(self) -> int:
+        """The bytes of the regions of tiles. The words of squares follow them."""
         return COPIES * self.count * self.regions * self.region_bytes
+
+    @property
+    def mailbox_bytes(self) -> int:
+        return self.tile_bytes + (4 * COPIES * self.row_tiles * self.column_slots * self.tiling.m if self.norm else 0)
 
     def blocks(self, sms: int) -> int:
         """Return the number of blocks: one on each SM, or several if they only exchange."""
@@ -168,6 +188,7 @@ def plan(
     multiply: bool,
     device: torch.device,
     sms: int,
+    norm: bool = False,
 ) -> AllReducePlan:
     """Plan the tiles, the same on every rank.
 
@@ -187,7 +208,10 @@ def plan(
             shape = replace(shape, n=shape.n * pieces)
     else:
         shape = tiling(problem, share, pieces, multiply, device, sms)
-    return AllReducePlan(problem=problem, rank=rank, hops=hops, multiply=multiply, tiling=shape, pieces=pieces, share=share)
+    assert not norm or hops == "one", "a norm needs whole rows, which one hop sums"
+    return AllReducePlan(
+        problem=problem, rank=rank, hops=hops, multiply=multiply, tiling=shape, pieces=pieces, share=share, norm=norm
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +252,7 @@ def all_reduce(
     live: bool,
     tries: int,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norm: tuple[torch.Tensor, torch.Tensor] | None = None,
     launched_by: Launcher | None = None,
     stream: int | None = None,
 ) -> None:
@@ -240,8 +265,10 @@ def all_reduce(
     live: exchange and count. Otherwise it is a rehearsal, which neither sends nor waits, and out is invalid.
     tries: a wait gives up after this many looks.
     scales: the float32 scales of FP8 factors a and b, of the shapes that weft.core.problem.Scaling names, with any strides.
+    norm: the weight [1, N] of the norm, and where its result [M, N] goes, contiguous, if the layout has one.
     launched_by, stream: as for weft.kernels.gemm.gemm.
     """
+    assert (norm is not None) == layout.norm, "a norm's weight and result, or none"
     assert (factors is not None) == layout.multiply, "factors, or a partial result"
     problem, shape = layout.problem, layout.tiling
     # The kernel reads a partial result where it would read `a`: by the same address and the same stride.
@@ -252,7 +279,7 @@ def all_reduce(
     if layout.multiply and problem.scaling is not None:
         assert scales is not None, "FP8 factors have scales"
         scales_argument = scales_of(scales[:1], scales[1], problem.scaling.recipe)
-    pointers = [a, b, *(t if t is not None else out for t in (bias, residual)), out]
+    pointers = [a, b, *(t if t is not None else out for t in (bias, residual)), *(norm or (out, out)), out]
     sizes = (problem.m, problem.n, a.shape[1], a.stride(0), b.stride(0), b.stride(1))
     constants = _constants(layout, bias is not None, residual is not None, capabilities(out.device))
     key = (sizes, *(t.data_ptr() % 16 for t in pointers), *specialised(scales_argument))
@@ -299,6 +326,10 @@ def _constants(layout: AllReducePlan, bias: bool, residual: bool, gpu: Capabilit
         "PARTS": 1 if scaling is None else -(-shape.k // SCALE_BLOCK),
         "BIAS": bias,
         "RESIDUAL": residual,
+        "NORM": layout.norm,
+        "EPS": problem.norm_eps if layout.norm else 0.0,
+        "SLOTS": layout.column_slots if layout.norm else 1,
+        "CHUNK": min(layout.column_slots, max(16, _SQUARES // shape.m)) if layout.norm else 1,
         "BLOCK_M": shape.m,
         "BLOCK_N": shape.n,
         "BLOCK_K": shape.k,
@@ -316,6 +347,12 @@ def _spread(tile, owner, share, extent, COUNT: tl.constexpr, PIECE: tl.constexpr
     places = tl.multiple_of((owner + index // PIECE) * share + inner, ALIGN)
     # ALIGN divides share and extent, so that no access of ALIGN columns crosses a boundary.
     return places, tl.max_constancy((inner < share) & (places < extent), ALIGN)
+
+
+@triton.jit
+def _slots(row_tiles, tile, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr):
+    """Return the first of the words for the squares of a tile's rows."""
+    return (tile % row_tiles * SLOTS + tile // row_tiles) * BLOCK_M
 
 
 @triton.jit
@@ -360,12 +397,13 @@ def _product(
 
 @triton.jit(do_not_specialize=["m", "share", "tiles", "rank", "tries", "live"])
 def _all_reduce_kernel(
-    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr, scales,
+    a_ptr, b_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr, scales,
     m, n, k, stride_am, stride_bk, stride_bn, share, tiles, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
     TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
     MULTIPLY: tl.constexpr, RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
     THREADS: tl.constexpr,
 ):  # fmt: skip
@@ -427,7 +465,17 @@ def _all_reduce_kernel(
         if DIVIDE_BY != 1:
             total = total / DIVIDE_BY
         if not TWO_HOPS:
-            tl.store(out_ptr + places, total.to(ELEMENT), mask=mask)
+            result = total.to(ELEMENT)
+            tl.store(out_ptr + places, result, mask=mask)
+            if NORM:  # noqa: SIM102 - the compiler leaves a branch out only if the whole condition is a constant
+                if live != 0:
+                    squares = tl.sum(tl.where(mask, result.to(tl.float32) * result.to(tl.float32), 0.0), axis=1)
+                    slot = _slots(row_tiles, tile, BLOCK_M, SLOTS)
+                    words = squares.to(tl.int32, bitcast=True)
+                    box = place(boxes_ptr, rank, 3 * copy_bytes + call % 3 * (4 * SLOTS * BLOCK_M) * row_tiles)
+                    tl.store(box + slot + tl.arange(0, BLOCK_M), tl.where(words == 0, -2147483648, words))
+                    box = place(boxes_ptr, rank, 3 * copy_bytes + (call + 2) % 3 * (4 * SLOTS * BLOCK_M) * row_tiles)
+                    tl.store(box + slot + tl.arange(0, BLOCK_M), tl.zeros((BLOCK_M,), tl.int32))
         elif live != 0:
             words = pack_words(total.to(ELEMENT), BLOCK_M, PART)
             for step in tl.static_range(1, WORLD + 1):
@@ -445,5 +493,27 @@ def _all_reduce_kernel(
                 1, 0, ELEMENT, BLOCK_M, WIDTH, THREADS,
             )  # fmt: skip
             tl.store(out_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], total.to(ELEMENT), mask=mask)
+    if NORM:
+        # Behind it, every thread sees what any thread of the block has stored in out.
+        tl.debug_barrier()
+        for tile in range(block, tiles, blocks):
+            box = place(boxes_ptr, rank, 3 * copy_bytes + call % 3 * (4 * SLOTS * BLOCK_M) * row_tiles)
+            box += _slots(row_tiles, tile % row_tiles, BLOCK_M, SLOTS)
+            squares = tl.zeros((BLOCK_M,), tl.float32)
+            for first in tl.static_range(0, SLOTS, CHUNK):
+                column = first + tl.arange(0, CHUNK)[None, :]
+                sums = received(
+                    box, column * BLOCK_M + row, (column < tl.cdiv(n, BLOCK_N)) & (row >= 0), tries, abort_ptr, status_ptr,
+                    tiles * REGIONS + tile % row_tiles, call, 1, 0, tl.float32, BLOCK_M, CHUNK, THREADS,
+                )  # fmt: skip
+                squares += tl.sum(sums, axis=1)
+            rows = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+            cols = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+            mask = (rows < m)[:, None] & (cols < n)[None, :]
+            places = rows[:, None].to(tl.int64) * n + cols[None, :]
+            value = tl.load(out_ptr + places, mask=mask, other=0.0).to(tl.float32)
+            value *= (1.0 / tl.sqrt(squares / n + EPS))[:, None]
+            value *= tl.load(weight_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
+            tl.store(normed_ptr + places, value.to(ELEMENT), mask=mask)
     if live != 0:
         tl.store(epochs_ptr + block, call)

@@ -1,10 +1,12 @@
 """matmul_all_reduce serves tensor parallel decode, where every rank needs the whole result of few rows.
 
     matmul_all_reduce(a, b)        replaces   c = a @ b; dist.all_reduce(c)
+    matmul_all_reduce_norm(...)    replaces   the same, residual + c, and the RMSNorm of that
 
 Capitals M N are full extents, k is a rank's part of K. The operator of torch.library takes flat matrices and a group's name:
 
     weft::matmul_all_reduce(a [M, k]..., b [k, N]..., bias [N]?, residual [M, N]?, ...)   -> out [M, N]
+    weft::matmul_all_reduce_norm(a..., b..., bias?, residual?, norm_weight [N], eps, ...)  -> [normed [M, N], out [M, N]]
 
 Every rank has the whole result, so its gradient is whole on every rank, too, and the backward needs no exchange:
 
@@ -97,6 +99,98 @@ def matmul_all_reduce(
     return cast(torch.Tensor, request)  # `public` runs it
 
 
+@public
+def matmul_all_reduce_norm(
+    a: torch.Tensor | Sequence[torch.Tensor],
+    b: torch.Tensor | Sequence[torch.Tensor],
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    eps: float = 1e-6,
+    schedule: str | Schedule = "auto",
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute r = residual + all_reduce(a @ b) + bias, and the RMSNorm of r. If M is small, one kernel does all of it.
+
+    Replaces
+
+        c = a @ b; dist.all_reduce(c, group=group); r = residual + c + bias
+        normed = torch.nn.functional.rms_norm(r, (N,), weight, eps)
+
+    Args:
+        a, b: as for matmul_all_reduce, also several of each, whose products are added up.
+        residual: [M, ..., N], the same on every rank, added once; or None.
+        weight: [N], that of the norm, the same on every rank.
+        group: as for all_gather_matmul.
+        eps: the epsilon of the norm, from 0 to below 1.
+        schedule: as for matmul_all_reduce. "one_shot" is one kernel with the norm.
+        bias: [N], the same on every rank, added once.
+
+    Sums and the norm are computed in float32. r is rounded once, and the norm is that of the rounded r, as without weft. The
+    norm is rounded once, after the product with its weight.
+
+    It has no gradient: use matmul_all_reduce and torch.nn.functional.rms_norm where one is needed.
+
+    Returns (normed, r), each [M, ..., N], whole on every rank. Raises ValueError for tensors that require a gradient and for a
+    wrong eps or weight, and otherwise as all_gather_matmul does.
+    """
+    factors, bs = factors_of(a, b)
+    a, b = factors[0], bs[0]
+    if a.dtype in FLOAT8:
+        raise ValueError(f"a has dtype {a.dtype}; with FP8 operands call matmul_all_reduce, then rms_norm")
+    if torch.is_grad_enabled():
+        for name, tensor in {"a": a, "b": b, "residual": residual, "weight": weight, "bias": bias}.items():
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient, and matmul_all_reduce_norm has none; call it under torch.no_grad(), or call "
+                    "matmul_all_reduce and torch.nn.functional.rms_norm"
+                )
+    if not isinstance(eps, float) or not 0 <= eps < 1:
+        raise ValueError(f"eps is {eps!r}; use a float from 0 to below 1, such as 1e-6")
+    shape = (*a.shape[:-1], b.shape[1])
+    check_addend("weight", weight, (b.shape[1],), a.dtype, a.device)
+    if bias is not None:
+        check_addend("bias", bias, (b.shape[1],), a.dtype, a.device)
+    if residual is not None:
+        check_addend("residual", residual, shape, a.dtype, a.device)
+    of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
+    view, tensors = rows_of(shape), (factors, bs, bias, residual, weight)
+    reads = (view, None, None, view, None)
+    return cast(
+        tuple[torch.Tensor, torch.Tensor],
+        OperatorRequest(flat_matmul_all_reduce_norm, tensors, (eps, of_group[0], spec), group, reads, view, tuple),
+    )  # `public` runs it
+
+
+def _run_norm(
+    factors: list[torch.Tensor],
+    bs: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    group: str,
+    schedule: str,
+) -> MatmulCall:
+    a, *more = factors
+    extras = _extras(bias, residual) | {"norm_weight": norm_weight[None]}
+    return matmul_call("matmul_all_reduce", a, bs, group, schedule, rows=a.shape[0], extras=extras, more=more, norm_eps=eps)
+
+
+def _fake_norm(factors: list[torch.Tensor], bs: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
+    return [factors[0].new_empty(factors[0].shape[0], bs[0].shape[1]) for _ in range(2)]
+
+
+flat_matmul_all_reduce_norm = define("matmul_all_reduce_norm", _run_norm, _fake_norm, returns=list[torch.Tensor])
+"""The operator weft::matmul_all_reduce_norm, which takes matrices. It returns the norm, and what it is the norm of."""
+
+
+def _extras(bias: torch.Tensor | None, residual: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    extras = {} if bias is None else {"bias": bias[None]}
+    return extras if residual is None else extras | {"residual": residual}
+
+
 def _run(
     factors: list[torch.Tensor],
     bs: list[torch.Tensor],
@@ -106,8 +200,7 @@ def _run(
     schedule: str,
 ) -> MatmulCall:
     a, *more = factors
-    extras = {} if bias is None else {"bias": bias[None]}
-    extras |= {} if residual is None else {"residual": residual}
+    extras = _extras(bias, residual)
     return matmul_call("matmul_all_reduce", a, bs, group, schedule, rows=a.shape[0], extras=extras, more=more)
 
 

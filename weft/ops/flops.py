@@ -72,6 +72,7 @@ FORMULAS: Mapping[str, Formula] = {
     "all_gather_matmul_backward": _of_both_gradients,
     "matmul_reduce_scatter": _of_added_up,
     "matmul_all_reduce": _of_added_up,
+    "matmul_all_reduce_norm": _of_added_up,
     "matmul_all_to_all": _of_own_rows,
     "all_to_all_matmul": _of_arriving_rows,
     "matmul_all_to_all_columns": _of_own_rows,

@@ -21,7 +21,7 @@ from typing import Any
 
 import simpy
 
-from weft.core.schedule import FusedCollective, Gemm, Part, Reduce, Sum
+from weft.core.schedule import FusedCollective, Gemm, Norm, Part, Reduce, Sum, regions
 from weft.core.work import is_plain, region_bytes
 from weft.perf import staging
 from weft.perf.contention import Time
@@ -346,6 +346,15 @@ def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Pro
         world.kernel_ns[rank] += world.now - start
         if part.count is not None:
             world.post(rank, part.count)
+
+
+def norm(world: World, rank: int, step: Norm) -> Process:
+    """Launch a norm, which reads rows twice and writes them once. The second read comes from the cache."""
+    launch = ns(world.machine.launch_us)
+    yield world.env.timeout(launch)
+    start = world.now
+    yield from world.access_memory(rank, sum(region_bytes(world.schedule, region) for region in regions(step)))
+    world.kernel_ns[rank] += launch + world.now - start
 
 
 def _sum(world: World, rank: int, part: Sum, sms: int | None) -> Process:

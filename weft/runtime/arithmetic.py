@@ -14,7 +14,7 @@ from itertools import repeat
 import torch
 
 from weft.core.problem import LookupProblem, Scaling, Span1D
-from weft.core.schedule import Gemm, Part, Region, Sum, runs
+from weft.core.schedule import Gemm, Norm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings, CallTensors, FactorScales, Issue, NotPreparedError, in_turn
 from weft.runtime.launches import IssuedCall, Matmul
 
@@ -182,6 +182,12 @@ def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
         if divide_by != 1:
             total /= divide_by
         out.copy_(total)
+
+
+def normalise(bindings: Bindings, step: Norm) -> None:
+    """Write the norms of rows, times the norm's weight, to the step's result."""
+    rows, weight = bindings.view(step.src).float(), bindings.view(step.weight)
+    bindings.view(step.out).copy_(torch.nn.functional.rms_norm(rows, rows.shape[1:], weight[0].float(), step.eps))
 
 
 def _columns(region: Region, cols: Span1D) -> Region:

@@ -22,6 +22,7 @@ import torch
 
 from weft.compat.dispatch import autocast_enabled, set_grad_enabled, without_autocast
 from weft.core.problem import (
+    ADDENDS,
     COLUMN_OPS,
     EXCHANGES,
     REDUCTIONS,
@@ -189,6 +190,7 @@ class MatmulCall(Call):
     more: further factors a of an operator of REDUCTIONS. Its result is the sum of the products of each a with its b.
     extras: further inputs by name, one matrix each.
     scales: the scales and the dtype of the result, for FP8 operands.
+    norm_eps: as in weft.core.problem.Problem; extras then have norm_weight.
     weight_gradients, x: as in weft.core.problem.Problem. Results are then also the gradients, one [columns of a, N] for each a.
     """
 
@@ -203,11 +205,13 @@ class MatmulCall(Call):
     more: Sequence[torch.Tensor] = ()
     weight_gradients: Literal["", "whole", "shard"] = ""
     x: torch.Tensor | None = None
+    norm_eps: float | None = None
 
     def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
-        """Return the products, then the gathered rows and their scales, or the gradients of weights, if requested."""
+        """Return the products, after their norm if there is one; then, if requested, the gathered rows and their scales, or the
+        gradients of weights."""
         gathered = outputs.get("gathered", []) + outputs.get(_GATHERED_SCALES, [])
-        return outputs["out"] + gathered + outputs.get("gradients", [])
+        return outputs.get("normed", []) + outputs["out"] + gathered + outputs.get("gradients", [])
 
     @property
     def inputs(self) -> Inputs:
@@ -244,7 +248,7 @@ class MatmulCall(Call):
         a, shapes = self.a, tuple([b.shape for b in self.bs])
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
         scaled = None if self.scales is None else self.scales.key
-        summed = len(self.more), self.weight_gradients
+        summed = len(self.more), self.weight_gradients, self.norm_eps
         return (fixed, a.shape, a.dtype, a.get_device(), shapes, scaled, summed, *self.extras)
 
     def describe(self) -> str:
@@ -254,6 +258,7 @@ class MatmulCall(Call):
         scaled = "" if self.scales is None else self.scales.describe()
         summed = "their products are added up: yes\n" if self.more else ""
         summed += f"gradients of weights, x {self.weight_gradients}: yes\n" if self.weight_gradients else ""
+        summed += "" if self.norm_eps is None else f"eps: {self.norm_eps!r}\n"
         return (
             f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\n"
             f"number of b: {len(self.bs)}\n{summed}"
@@ -291,7 +296,8 @@ class MatmulCall(Call):
             reduce_op=self.reduce_op,
             row_multiple=self.row_multiple,
             b_sizes=() if regular else shares,
-            addends=tuple(self.extras),  # type: ignore[arg-type]
+            addends=tuple(name for name in ADDENDS if name in self.extras),
+            norm_eps=self.norm_eps,
             products=1 + len(self.more),
             weight_gradients=self.weight_gradients,
         )

@@ -30,6 +30,8 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
         schedule.buffer[name].whole(rank) for name in problem.addends
     ):
         wrong = "its result, or what it adds, is not that of the problem"
+    elif step.norm is not None and step.norm.out != schedule.buffer["normed"].whole(rank):
+        wrong = "its norm is not that of the problem"
     if wrong:
         raise ValueError(f"schedule {schedule.name}: {where}: weft's kernel cannot run it: {wrong}")
     return "scatter" if scatters else "two" if step.hops == 2 else "one"
@@ -56,9 +58,12 @@ class FusedCollectiveKernel(StepKernel):
             multiply=step.multiplies,
             device=device,
             sms=blocks,
+            norm=step.norm is not None,
         )
         addresses, self._box = site.mailbox(self.plan.mailbox_bytes)
-        self._memory: Mailbox = mailbox(addresses, self.plan.blocks(blocks), device)
+        # The interpreter runs blocks one after the other, and those of a norm wait for each other.
+        blocks = 1 if step.norm is not None and device.type != "cuda" else self.plan.blocks(blocks)
+        self._memory: Mailbox = mailbox(addresses, blocks, device)
         # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one
@@ -79,6 +84,7 @@ class FusedCollectiveKernel(StepKernel):
             live=not silent,
             tries=tries,
             scales=(scales[0], scales[1]) if scales else None,
+            norm=None if step.norm is None else (bindings.view(step.norm.weight), bindings.view(step.norm.out)),
             launched_by=self.launched_by,
             stream=stream,
         )
@@ -108,7 +114,7 @@ class FusedCollectiveKernel(StepKernel):
         """Return whether each region has received all words of the rows that are sent."""
         layout = self.plan
         words = (
-            self._box.cpu()[: layout.mailbox_bytes]
+            self._box.cpu()[: layout.tile_bytes]
             .view(torch.int32)
             .view(COPIES, layout.count, layout.regions, layout.region_rows, -1)
         )
@@ -119,6 +125,8 @@ class FusedCollectiveKernel(StepKernel):
 
     def _source(self, region: int) -> str:
         tile, index = divmod(region, self.plan.regions)
+        if tile >= self.plan.count:
+            return f"a sum of squares of the rows of row tile {region - self.plan.count * self.plan.regions}"
         size = self.plan.problem.world_size
         return f"the partial tile {tile} of rank {index}" if index < size else f"the sum of tile {tile} by rank {index - size}"
 

@@ -62,6 +62,7 @@ from weft.core.schedule import (
     GroupedGemm,
     Lane,
     Lookup,
+    Norm,
     Part,
     Push,
     Reduce,
@@ -76,7 +77,7 @@ from weft.core.schedule import (
     signalled_flags,
     waits,
 )
-from weft.runtime.arithmetic import Product, Sliced, add_up, groups, look_up
+from weft.runtime.arithmetic import Product, Sliced, add_up, groups, look_up, normalise
 from weft.runtime.bindings import Where
 from weft.runtime.launches import (
     CopyLaunch,
@@ -135,6 +136,7 @@ class LaunchPlan:
             Push: self._plan_push,
             Gemm: self._plan_matmuls,
             Reduce: self._plan_sums,
+            Norm: self._plan_norm,
             Lookup: self._plan_lookups,
             Collective: self._plan_collective,
             SendReceive: self._plan_messages,
@@ -297,6 +299,9 @@ class LaunchPlan:
 
     def _plan_sums(self, step: Reduce, where: Where) -> Iterator[Launch]:
         yield from self._plan_parts(step.parts, where, lambda part, call: add_up(call.bindings, part, step.divide_by))
+
+    def _plan_norm(self, step: Norm, where: Where) -> Iterator[Launch]:
+        yield TorchLaunch(where=where, work=lambda call: normalise(call.bindings, step))
 
     def _plan_lookups(self, step: Lookup, where: Where) -> Iterator[Launch]:
         problem = self._site.schedule.problem

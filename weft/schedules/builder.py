@@ -15,6 +15,7 @@ from weft.core.schedule import (
     Gemm,
     Lane,
     LaneKind,
+    Norm,
     Part,
     Push,
     Receive,
@@ -108,6 +109,10 @@ class Builder:
         self.world_size = self.problem.world_size
         self._buffers: dict[str, Buffer] = {}
         self._lanes: list[dict[str, list[Step]]] = [{} for _ in self.ranks]
+        self._normed = set[int]()
+        if self.problem.norm_eps is not None:
+            self.add_buffer("norm_weight", "input", 1, self.problem.n)
+            self.add_buffer("normed", "output", self.problem.m, self.problem.n)
 
     @property
     def quantises(self) -> bool:
@@ -291,8 +296,20 @@ class Builder:
         if receives and then is not None:
             self.add_steps(rank, "network", Signal(then))
 
+    def make_norm(self, rank: int) -> Norm | None:
+        """Return the norm of a rank's result, if the problem has one. A kernel that computes it takes it from here; otherwise
+        it is the last step of the compute lane."""
+        if self.problem.norm_eps is None or rank in self._normed:
+            return None
+        self._normed.add(rank)
+        src, weight, out = (self.region(name, rank) for name in ("out", "norm_weight", "normed"))
+        return Norm(src, weight, out, self.problem.norm_eps)
+
     def build_schedule(self) -> Schedule:
         """Return the Schedule of the buffers and steps that were added."""
+        for rank in self.ranks_with_work:
+            if (norm := self.make_norm(rank)) is not None:
+                self.add_steps(rank, "compute", norm)
         return Schedule(
             problem=self.problem,
             name=self.name,

@@ -11,6 +11,8 @@ Buffers of rank r
     summed    symmetric  M x N       two_shot: the columns that others own, as their owners summed them
     mine      local      M x n_r     node_slices: the sum over the node of the columns that r owns within it
     theirs    local      q*M x n_r   node_slices: what each of the q other nodes has summed of these columns
+    norm_weight  input   1 x N       if the problem has a norm
+    normed    output     M x N       then: rms_norm(out) * norm_weight
     out       output     M x N       the sum over ranks, in the order of ranks, and the addends, in float32, rounded once
 
 Flags of rank r (who signals ~> who waits)
@@ -90,9 +92,9 @@ class _Everywhere(Builder):
     def add_fused_collective(self, rank: int, factors: tuple[str, ...], *, hops: int) -> None:
         """Add the kernel that sums over ranks. factors: the two factors of the product, or a buffer that has the product."""
         found = tuple(self.region(factor, rank) for factor in factors)
-        self.add_steps(
-            rank, "compute", FusedCollective("all_reduce", found, self.region("out", rank), hops, self.addends(rank))
-        )
+        norm = self.make_norm(rank) if hops == 1 else None
+        out = self.region("out", rank)
+        self.add_steps(rank, "compute", FusedCollective("all_reduce", found, out, hops, self.addends(rank), norm=norm))
 
 
 def sequential(request: Request) -> Schedule:

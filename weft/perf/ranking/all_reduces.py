@@ -11,6 +11,14 @@ from weft.schedules.matmul_all_reduce import ONE_HOP_BYTES
 from weft.schedules.traits import FamilyTraits
 
 
+def _norm_us(rank: Rank) -> float:
+    """Return the time of a norm of the whole result as a kernel of its own, if the problem has one."""
+    problem = rank.problem
+    if problem.norm_eps is None:
+        return 0.0
+    return rank.launch_us + hbm_us(rank.machine, 2 * problem.m * problem.n * problem.itemsize)
+
+
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
     """Return the time of one kernel that multiplies and exchanges."""
     machine = rank.machine
@@ -22,11 +30,15 @@ def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
     x_at_us = lanes.enqueue_x()
     lane.free_at_us = rank.launch_us + fixed_us + cost.busy_us * rank.power_slowdown(0.0, cost) + _exchange_us(rank, hops)
     lane.enqueue_weight_gradients(x_at_us=x_at_us)
-    return lane.free_at_us
+    return lane.free_at_us + (_norm_us(rank) if hops == 2 else 0.0)
 
 
 def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
     """Return the time of a matmul and an all-reduce: after each other, or an overlapping reduce-scatter and an all-gather."""
+    return _sum_us(rank, family, chunks) + _norm_us(rank)
+
+
+def _sum_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
     problem, machine = rank.problem, rank.machine
     product_bytes, lane = problem.m * problem.n * problem.itemsize, ComputeLane(rank)
     if family.matmul == "whole":
@@ -38,7 +50,7 @@ def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> flo
         if problem.addends:
             lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * product_bytes))
         return lane.free_at_us
-    scattered = dataclasses.replace(problem, op="matmul_reduce_scatter", addends=())
+    scattered = dataclasses.replace(problem, op="matmul_reduce_scatter", addends=(), norm_eps=None)
     ends = overlapped_scatter_ends(Rank(scattered, machine), family, chunks)
     gather_us = collective_us(machine, "all_gather", scattered.shard_bytes, problem.world_size, problem.nodes)
     padding_us = padded_us(machine, "all_gather", problem, product_bytes)

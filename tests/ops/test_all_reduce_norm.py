@@ -1,0 +1,243 @@
+"""matmul_all_reduce_norm: on real ranks step by step and as the interpreted kernel, its proof, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RankFixture
+from rank_pools import interpreted_ranks
+from rank_work import NORM_EPS, check_norm
+
+import weft
+from weft.checker import ScheduleError, check
+from weft.core import codec
+from weft.core.machine import load
+from weft.core.problem import Problem
+from weft.core.schedule import FusedCollective, Norm, Schedule, Step
+from weft.perf import run
+from weft.planner import plan
+from weft.runtime.ranks import Ranks
+from weft.schedules import build, names
+
+FAMILIES = names("matmul_all_reduce")
+PROBLEM = Problem(op="matmul_all_reduce", m=6, n=12, k=8, world_size=2, addends=("residual",), norm_eps=NORM_EPS)
+
+
+def _every_family() -> None:
+    for seed, name in enumerate(FAMILIES):
+        for dtype in (torch.float32, torch.bfloat16):
+            check_norm(7, 24, 16, dtype, name, seed, bias=bool(seed % 2), residual=bool(seed % 3))
+            check_norm(7, 24, 16, dtype, name, seed)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_family(ranks: RankFixture, size: int) -> None:
+    ranks(size).run(_every_family)
+
+
+interpreted = interpreted_ranks([2], slow=[3])
+
+
+def _as_kernel(name: str) -> int:
+    """Calls of new data with one and with several tiles of rows and of columns; how often the kernel ran."""
+    from weft.runtime import fused_collective
+
+    launches, launch = 0, fused_collective.FusedCollectiveKernel.launch
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        nonlocal launches
+        launches += 1
+        launch(*arguments, **options)
+
+    fused_collective.FusedCollectiveKernel.launch = counted  # type: ignore[method-assign]
+    size = dist.get_world_size()
+    try:
+        for m, n in ((3, 40), (18, 17), (33, 70)):
+            for seed in range(5):
+                check_norm(m, n, 8 * size, torch.float16, name, seed, bias=bool(seed % 2))
+    finally:
+        fused_collective.FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
+        weft.close()
+    return launches
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["one_shot", "two_shot", "sequential_stores"])
+def test_the_kernel(interpreted: Ranks, name: str) -> None:
+    assert set(interpreted.run(_as_kernel, name)) == {15}
+
+
+def _zeros() -> None:
+    """A row of zeros has squares of zero, which are words all the same; its norm is zero. NaN stays within its row."""
+    a = torch.zeros(3, 8, dtype=torch.float16)
+    a[1], a[2] = 1.0, float("nan")
+    b, weight = torch.ones(8, 20, dtype=torch.float16), torch.ones(20, dtype=torch.float16)
+    for name in ("one_shot", "sequential"):
+        normed, r = weft.matmul_all_reduce_norm(a, b, None, weight, eps=1e-6, schedule=name)
+        assert normed[0].eq(0).all()
+        torch.testing.assert_close(normed[1], torch.ones(20, dtype=torch.float16))
+        assert normed[2].isnan().all()
+        assert r[2].isnan().all()
+    weft.close()
+
+
+@pytest.mark.ranks
+def test_rows_of_zeros_and_of_nan(interpreted: Ranks) -> None:
+    interpreted.run(_zeros)
+
+
+def _shapes() -> None:
+    """Any leading dimensions, none of M's rows, several a and b, and a compiled call."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 3, 8), torch.randn(8, 16)
+    residual, weight = torch.randn(2, 3, 16), torch.randn(16)
+    mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+    r = a @ b + residual
+    for call in (weft.matmul_all_reduce_norm, torch.compile(weft.matmul_all_reduce_norm)):
+        found = call(a[..., mine].contiguous(), b[mine], residual, weight, eps=NORM_EPS)
+        assert isinstance(found, tuple)
+        torch.testing.assert_close(found[1], r, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[0], torch.nn.functional.rms_norm(r, (16,), weight, NORM_EPS), rtol=1e-4, atol=1e-4)
+    normed, none = weft.matmul_all_reduce_norm(a[:0, 0, mine], b[mine], residual[:0, 0], weight)
+    assert normed.shape == none.shape == (0, 16)
+    two, _ = weft.matmul_all_reduce_norm([a[..., mine]] * 2, [b[mine]] * 2, residual, weight, eps=NORM_EPS)
+    wanted = torch.nn.functional.rms_norm(2 * (a @ b) + residual, (16,), weight, NORM_EPS)
+    torch.testing.assert_close(two, wanted, rtol=1e-4, atol=1e-4)
+    weft.close()
+
+
+@pytest.mark.ranks
+def test_shapes(ranks: RankFixture) -> None:
+    ranks(2).run(_shapes)
+
+
+def _refused() -> list[str]:
+    a, b, residual, weight = torch.ones(4, 8), torch.ones(8, 16), torch.ones(4, 16), torch.ones(16)
+    found = []
+    for arguments, options in (
+        ((a, b, residual, torch.ones(8)), {}),
+        ((a, b, residual, weight.half()), {}),
+        ((a, b, residual[:2], weight), {}),
+        ((a, b, residual, weight), {"eps": 1.5}),
+        ((a, b, residual, weight), {"eps": "small"}),
+        ((a, b.clone().requires_grad_(), residual, weight), {}),
+        ((a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), residual, weight), {}),
+    ):
+        try:
+            weft.matmul_all_reduce_norm(*arguments, **options)
+            found.append("ran")
+        except ValueError as error:
+            found.append(str(error))
+    weft.close()
+    return found
+
+
+@pytest.mark.ranks
+def test_what_is_refused_is_named(ranks: RankFixture) -> None:
+    for messages in ranks(2).run(_refused):
+        for message, begin in zip(
+            messages,
+            ("weight", "weight", "residual", "eps is 1.5", "eps is 'small'", "b requires a gradient", "a has dtype"),
+            strict=True,
+        ):
+            assert message.startswith(begin), message
+
+
+# The proof
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_family_is_proved_and_predicted(name: str, size: int) -> None:
+    problem = dataclasses.replace(PROBLEM, world_size=size, k=8 * size, addends=("bias", "residual"))
+    schedule = build(problem, name)
+    check(schedule)
+    assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
+    machine = load("h200x8")
+    without = build(dataclasses.replace(problem, norm_eps=None), name)
+    assert run(schedule, machine).total_us >= run(without, machine).total_us
+    assert "norm" in str(schedule.problem)
+
+
+def test_few_rows_are_one_kernel_that_normalises_too() -> None:
+    (lane,) = build(PROBLEM, "one_shot").ranks[0]
+    (step,) = lane.steps
+    assert isinstance(step, FusedCollective)
+    assert step.norm is not None
+    decode = dataclasses.replace(PROBLEM, m=16, n=8192, k=8192)
+    assert plan(decode, load("h200x8")).chosen.schedule == "one_shot"
+
+
+def changed(schedule: Schedule, change: Any) -> Schedule:
+    """The schedule with `change` applied to each norm."""
+
+    def step_of(step: Step) -> Step:
+        if isinstance(step, Norm):
+            return change(step)  # type: ignore[no-any-return]
+        if isinstance(step, FusedCollective) and step.norm is not None:
+            return dataclasses.replace(step, norm=change(step.norm))
+        return step
+
+    ranks = tuple(
+        tuple(dataclasses.replace(lane, steps=tuple(map(step_of, lane.steps))) for lane in lanes) for lanes in schedule.ranks
+    )
+    return dataclasses.replace(schedule, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda norm: dataclasses.replace(norm, eps=0.1), "eps is 0.1"),
+        (lambda norm: dataclasses.replace(norm, src=dataclasses.replace(norm.src, cols=(0, 6))), "shape|its own result"),
+        (lambda norm: dataclasses.replace(norm, weight=dataclasses.replace(norm.src, rows=(0, 1))), "weight|reads"),
+        (lambda norm: dataclasses.replace(norm, out=norm.src), "overlaps"),
+    ],
+)
+def test_a_wrong_norm_is_refused(name: str, change: Any, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check(changed(build(PROBLEM, name), change))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"buffer": "partial"}, "over K of 0:8;"), ({"buffer": "residual"}, "over K of residual;"), ({"buffer": "a"}, "within")],
+)
+def test_a_norm_is_of_the_result(changes: dict[str, Any], message: str) -> None:
+    """Each source has whole rows, but not of the result: the sum without the residual, the residual alone, another matrix."""
+
+    def source(norm: Norm) -> Norm:
+        return dataclasses.replace(norm, src=dataclasses.replace(norm.src, **changes))
+
+    with pytest.raises(ScheduleError, match=message):
+        check(changed(build(PROBLEM, "sequential"), source))
+
+
+def test_a_norm_is_of_its_own_rows() -> None:
+    def others(norm: Norm) -> Norm:
+        src, out = dataclasses.replace(norm.src, rows=(3, 6)), dataclasses.replace(norm.out, rows=(0, 3))
+        return dataclasses.replace(norm, src=src, out=out)
+
+    with pytest.raises(ScheduleError, match="with the norm of"):
+        check(changed(build(PROBLEM, "sequential"), others))
+
+
+def test_a_norm_before_its_sum_is_refused() -> None:
+    schedule, ranks = build(PROBLEM, "sequential"), []
+    for (lane,) in schedule.ranks:
+        ranks.append((dataclasses.replace(lane, steps=(lane.steps[-1], *lane.steps[:-1])),))
+    with pytest.raises(ScheduleError, match="no write of all of it"):
+        check(dataclasses.replace(schedule, ranks=tuple(ranks)))
+
+
+def test_an_operator_without_a_norm_has_no_eps() -> None:
+    with pytest.raises(ValueError, match="matmul_reduce_scatter has no norm"):
+        dataclasses.replace(PROBLEM, op="matmul_reduce_scatter", addends=())
+    with pytest.raises(ValueError, match="norm_eps is 2"):
+        dataclasses.replace(PROBLEM, norm_eps=2.0)
