@@ -279,6 +279,9 @@ def test_mistakes_are_named() -> None:
         weft.matmul_all_reduce(a[:, :144], b[:144], **(wide | {"scale_a": torch.ones(4, 2), "scale_b": torch.ones(2, 2)}))
     with pytest.raises(ValueError, match="scale_a is given with split_dim=-1, which does not support FP8 operands"):
         weft.matmul_all_to_all(a, b, split_dim=-1, scale_a=scale_a)
+    for op in OPS:
+        with pytest.raises(ValueError, match="b or scale_b requires a gradient, and operators with FP8 operands have none"):
+            getattr(weft, op)(**good | {"b": b.detach().requires_grad_()}).sum().backward()
 
 
 @on_ranks(1)
