@@ -307,6 +307,21 @@ def test_torch_compile() -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_without_data_are_true(op: Op) -> None:
+    more = {"all_gather_matmul": {"return_gathered": True}, "all_to_all_matmul": {"return_received": True}}.get(op, {})
+    for recipe in RECIPES:
+        given = drawn(op, 6, 9, recipe, (E4M3, E4M3))
+        (a, scale_a), (b, scale_b) = given["a"][dist.get_rank()], given["b"][dist.get_rank()]
+        for scales in ({"a": a, "scale_a": scale_a}, {"a": a.bfloat16()}):
+            request = getattr(weft, op).__wrapped__(b=b, scale_b=scale_b, **scales, **more)
+            arguments = request.operator.arguments(request.read(request.tensors), request.options)
+            for name in (op, f"{op}_forward"):
+                each = getattr(torch.ops.weft, name)
+                torch.library.opcheck(each, arguments, test_utils="test_faketensor")  # test_schema multiplies FP8 elements
+
+
+@on_ranks(2)
 def test_many_row_counts() -> None:
     """Row counts past the first few are padded to a bucket, and their scales with them."""
     for rows in range(2, 26, 2):
