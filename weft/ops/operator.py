@@ -219,7 +219,7 @@ class LibraryOperator:
         for kind, place in self._places:
             found[place] = [kind._make(found[place])]
         if self.is_scaled(tensors):
-            a, b, *_ = (one[0] if isinstance(one, (list, tuple)) else one for one in tensors)
+            a, b = [one[0] if isinstance(one, (list, tuple)) else one for one in tensors[:2]]
             found.append(_scaled_operands(a, b, *tensors[self._count :], *options[self._option_count :]))
         return found
 
