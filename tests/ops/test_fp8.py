@@ -279,6 +279,9 @@ def test_mistakes_are_named() -> None:
         weft.matmul_all_reduce(a[:, :144], b[:144], **(wide | {"scale_a": torch.ones(4, 2), "scale_b": torch.ones(2, 2)}))
     with pytest.raises(ValueError, match="scale_a is given with split_dim=-1, which does not support FP8 operands"):
         weft.matmul_all_to_all(a, b, split_dim=-1, scale_a=scale_a)
+    for op in OPS:
+        with pytest.raises(ValueError, match="b or scale_b requires a gradient, and operators with FP8 operands have none"):
+            getattr(weft, op)(**good | {"b": b.detach().requires_grad_()}).sum().backward()
 
 
 @on_ranks(1)
@@ -301,6 +304,21 @@ def test_torch_compile() -> None:
 
     out = torch.compile(call, fullgraph=True, backend="aot_eager")(a, b, scale_a, scale_b)
     assert torch.equal(out, call(a, b, scale_a, scale_b))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_without_data_are_true(op: Op) -> None:
+    more = {"all_gather_matmul": {"return_gathered": True}, "all_to_all_matmul": {"return_received": True}}.get(op, {})
+    for recipe in RECIPES:
+        given = drawn(op, 6, 9, recipe, (E4M3, E4M3))
+        (a, scale_a), (b, scale_b) = given["a"][dist.get_rank()], given["b"][dist.get_rank()]
+        for scales in ({"a": a, "scale_a": scale_a}, {"a": a.bfloat16()}):
+            request = getattr(weft, op).__wrapped__(b=b, scale_b=scale_b, **scales, **more)
+            arguments = request.operator.arguments(request.read(request.tensors), request.options)
+            for name in (op, f"{op}_forward"):
+                each = getattr(torch.ops.weft, name)
+                torch.library.opcheck(each, arguments, test_utils="test_faketensor")  # test_schema multiplies FP8 elements
 
 
 @on_ranks(2)

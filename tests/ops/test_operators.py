@@ -15,11 +15,11 @@ from weft.ops.operator import can_skip_dispatcher, define
 
 SCHEMAS = [
     "weft::all_gather_matmul(Tensor a, Tensor[] bs, str group, SymInt rows, SymInt unit, str schedule, bool "
-    "return_gathered, bool keep) -> Tensor[]",
+    "return_gathered, bool keep, SCALES) -> Tensor[]",
     "weft::all_to_all_columns_matmul(Tensor a, Tensor b, str group, int world_size, str schedule, bool "
     "return_received) -> Tensor[]",
     "weft::all_to_all_matmul(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule, bool"
-    " return_received) -> Tensor[]",
+    " return_received, SCALES) -> Tensor[]",
     "weft::collective(Tensor x, str op, str reduce_op, str group, int world_size, str schedule, int staging_bytes, "
     "int sms) -> Tensor",
     "weft::embedding_bag_all_to_all(Tensor[] tables, Tensor indices, Tensor offsets, Tensor? weights, Tensor? anchor,"
@@ -36,26 +36,30 @@ SCHEMAS = [
     "weft::experts_total(Tensor rows, Tensor place, Tensor? weights) -> Tensor",
     "weft::experts_total_backward(Tensor grad, Tensor rows, Tensor place, Tensor weights) -> (Tensor, Tensor)",
     "weft::linears_of_whole(Tensor x, Tensor[] weights, str group, str schedule) -> Tensor[]",
-    "weft::matmul_all_reduce(Tensor[] factors, Tensor[] bs, Tensor? bias, Tensor? residual, str group, str schedule) -> Tensor",
-    "weft::matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str schedule) -> Tensor",
+    "weft::matmul_all_reduce(Tensor[] factors, Tensor[] bs, Tensor? bias, Tensor? residual, str group, str schedule, "
+    "SCALES) -> Tensor",
+    "weft::matmul_all_to_all(Tensor a, Tensor b, str group, int rank, int world_size, SymInt unit, str "
+    "schedule, SCALES) -> Tensor",
     "weft::matmul_all_to_all_columns(Tensor a, Tensor b, str group, int world_size, str schedule) -> Tensor",
     "weft::matmul_reduce_scatter(Tensor[] factors, Tensor[] bs, str group, int rank, int world_size, SymInt unit, str "
-    "schedule, str op) -> Tensor",
+    "schedule, str op, SCALES) -> Tensor",
     "weft::quantised_linears(Tensor x, Tensor[] weights, Tensor[] scale_bs, str recipe) -> Tensor[]",
-    "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, Tensor? scale_a, Tensor? scale_b, str "
-    "group, int world_size, SymInt max_rows, SymInt? a_rows, str limit, str schedule, bool return_received, str "
-    "recipe, ScalarType? output_dtype, bool use_fast_accum) -> (Tensor, Tensor)",
-    "weft::ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, Tensor? scale_a, Tensor? scale_b, str "
-    "group, int world_size, SymInt max_rows, SymInt? a_rows, str limit, str schedule, bool return_received, str "
-    "recipe, ScalarType? output_dtype, bool use_fast_accum) -> Tensor[]",
-    "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, Tensor? scale_a, Tensor? scale_b, str "
-    "group, int world_size, SymInt max_rows, SymInt? a_rows, str limit, str schedule, bool return_received, str "
-    "recipe, ScalarType? output_dtype, bool use_fast_accum) -> (Tensor, Tensor)",
+    "weft::ragged_all_to_all_gated(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
+    "SymInt? a_rows, str limit, str schedule, bool return_received, SCALES) -> (Tensor, Tensor)",
+    "weft::ragged_all_to_all_matmul(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
+    "SymInt? a_rows, str limit, str schedule, bool return_received, SCALES) -> Tensor[]",
+    "weft::ragged_matmul_all_to_all(Tensor a, Tensor b, Tensor splits, str group, int world_size, SymInt max_rows, "
+    "SymInt? a_rows, str limit, str schedule, bool return_received, SCALES) -> (Tensor, Tensor)",
     "weft::rows_of_ranks(Tensor a, str group, str limit) -> (SymInt, SymInt)",
     "weft::swiglu(Tensor hidden, Tensor counts) -> Tensor",
     "weft::swiglu_backward(Tensor grad, Tensor hidden, Tensor counts) -> Tensor",
 ]
 """Saved graphs name operators and their arguments: these stay as they are, and so do those of NAME_forward."""
+SCALES = (
+    'Tensor? scale_a=None, Tensor[]? scale_bs=None, str recipe="", ScalarType? output_dtype=None, bool use_fast_accum=False'
+)
+"""The last arguments of operators that take FP8 operands. Graphs without FP8 operands do not have them."""
+SCHEMAS = [schema.replace("SCALES", SCALES) for schema in SCHEMAS]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.partition("(")[0])

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from weft.core.schedule import Schedule
 from weft.ops.common import (
     FLOAT8,
-    as_matrix,
     check_addend,
     factors_of,
     resolve_group,
@@ -37,8 +36,8 @@ from weft.ops.common import (
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.parts import with_summed_double_gradient
-from weft.ops.scaled import ScaleOptions, quantised, refuse_gradients, refuse_several, scaled_matmul
-from weft.runtime.calls import MatmulCall, matmul_call
+from weft.ops.scaled import ScaleOptions, new_product, quantised, refuse_gradients, refuse_several, with_scales
+from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
 
 
 @public
@@ -91,12 +90,9 @@ def matmul_all_reduce(
         check_addend("residual", residual, shape, dtype, a.device)
     of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
     view, tensors = rows_of(shape), (factors, bs, bias, residual)
-    if scaled is not None:
-        added = None if residual is None else as_matrix(residual)
-        how: Any = {"view": view, "bias": bias, "residual": added}
-        return cast(torch.Tensor, scaled_matmul("matmul_all_reduce", a, [b], scaled, (group, *of_group), spec, **how))
     request = OperatorRequest(flat_matmul_all_reduce, tensors, (of_group[0], spec), group, (view, None, None, view), view)
-    return cast(torch.Tensor, request)  # `public` runs it
+    found = request if scaled is None else with_scales("matmul_all_reduce", request, scaled)
+    return cast(torch.Tensor, found)  # `public` runs it
 
 
 @public
@@ -198,10 +194,17 @@ def _run(
     residual: torch.Tensor | None,
     group: str,
     schedule: str,
+    scales: ScaledOperands | None = None,
 ) -> MatmulCall:
     a, *more = factors
-    extras = _extras(bias, residual)
-    return matmul_call("matmul_all_reduce", a, bs, group, schedule, rows=a.shape[0], extras=extras, more=more)
+    how: dict[str, Any] = {"rows": a.shape[0], "extras": _extras(bias, residual), "more": more, "scales": scales}
+    return matmul_call("matmul_all_reduce", a, bs, group, schedule, **how)
+
+
+def _fake(
+    factors: list[torch.Tensor], bs: list[torch.Tensor], bias: Any, residual: Any, group: str, schedule: str, scales: Any = None
+) -> torch.Tensor:
+    return new_product(factors[0], factors[0].shape[0], bs[0].shape[1], scales)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -225,7 +228,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 flat_matmul_all_reduce = define(
     "matmul_all_reduce",
     _run,
-    lambda factors, bs, *_: factors[0].new_empty(factors[0].shape[0], bs[0].shape[1]),
+    _fake,
     returns=torch.Tensor,
     save=_save,
     backward=_backward,

@@ -47,9 +47,18 @@ from weft.ops.common import (
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.ragged_all_to_all import combine_request, dispatch_request, refuse_max_rows
-from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_scales, refuse_unknown, scaled_matmul
+from weft.ops.scaled import (
+    ScaleAndBias,
+    ScalesAndBias,
+    new_gathered,
+    new_product,
+    quantised,
+    refuse_scales,
+    refuse_unknown,
+    with_scales,
+)
 from weft.ops.schema import SymInt
-from weft.runtime.calls import MatmulCall, matmul_call
+from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
 
 
 @overload
@@ -150,11 +159,9 @@ def matmul_all_to_all(
     name, rank, world_size = resolve_group(group)
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "matmul_all_to_all")
-    if scaled is not None:
-        of_group = group, name, rank, world_size
-        return scaled_matmul("matmul_all_to_all", a, [b], scaled, of_group, spec, view=view, unit=unit)
     options = (name, rank, world_size, unit, spec)
-    return OperatorRequest(_matmul_all_to_all, (a, b), options, group, (rows_of(shape), None), view)
+    request = OperatorRequest(_matmul_all_to_all, (a, b), options, group, (rows_of(shape), None), view)
+    return request if scaled is None else with_scales("matmul_all_to_all", request, scaled)
 
 
 class _Shares(NamedTuple):
@@ -170,13 +177,13 @@ class _Shares(NamedTuple):
     schedule: str
 
 
-def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> MatmulCall:
+def _combine(a: torch.Tensor, b: torch.Tensor, options: _Shares, scales: ScaledOperands | None = None) -> MatmulCall:
     group, _, _, unit, schedule = options
-    return matmul_call("matmul_all_to_all", a, [b], group, schedule, rows=a.shape[0], unit=unit)
+    return matmul_call("matmul_all_to_all", a, [b], group, schedule, rows=a.shape[0], unit=unit, scales=scales)
 
 
-def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares) -> torch.Tensor:
-    return a.new_empty(_count_arriving_rows(a.shape[0], *options[1:4]), b.shape[1])
+def _combine_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, scales: ScaledOperands | None = None) -> torch.Tensor:
+    return new_product(a, _count_arriving_rows(a.shape[0], *options[1:4]), b.shape[1], scales)
 
 
 def _combine_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -330,23 +337,24 @@ def all_to_all_matmul(
     def after(results: Sequence[torch.Tensor]) -> Any:
         return tuple(results) if return_received else results[0]
 
-    if scaled is not None:
-        how: dict[str, Any] = {"view": view, "unit": unit, "return_gathered": return_received, "after": after}
-        return scaled_matmul("all_to_all_matmul", a, [b], scaled, (group, name, rank, world_size), spec, **how)
     of_call = (name, rank, world_size, unit, spec, return_received)
-    return OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, (rows_of(shape), None), view, after)
+    request = OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, (rows_of(shape), None), view, after)
+    return request if scaled is None else with_scales("all_to_all_matmul", request, scaled)
 
 
-def _dispatch(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> MatmulCall:
+def _dispatch(
+    a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool, scales: ScaledOperands | None = None
+) -> MatmulCall:
     group, _, _, unit, schedule = options
-    return matmul_call(
-        "all_to_all_matmul", a, [b], group, schedule, rows=a.shape[0], unit=unit, return_gathered=return_received
-    )
+    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit, "return_gathered": return_received, "scales": scales}
+    return matmul_call("all_to_all_matmul", a, [b], group, schedule, **how)
 
 
-def _dispatch_fake(a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool) -> list[torch.Tensor]:
+def _dispatch_fake(
+    a: torch.Tensor, b: torch.Tensor, options: _Shares, return_received: bool, scales: ScaledOperands | None = None
+) -> list[torch.Tensor]:
     rows = _count_arriving_rows(a.shape[0], *options[1:4])
-    return [a.new_empty(rows, b.shape[1])] + [a.new_empty(rows, a.shape[1])] * return_received
+    return [new_product(a, rows, b.shape[1], scales)] + new_gathered(a, rows, scales) * return_received
 
 
 def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:

@@ -26,10 +26,10 @@ import torch
 
 from weft.core.problem import Recipe, Scaling
 from weft.ops.all_reduce import flat_matmul_all_reduce
-from weft.ops.common import FLOAT8
+from weft.ops.common import FLOAT8, QUANTISED
 from weft.ops.operator import define
 from weft.ops.parts import with_summed_double_gradient
-from weft.ops.scaled import QUANTISED, quantised_here
+from weft.ops.scaled import quantised_here
 from weft.runtime.bindings import FactorScales
 from weft.runtime.products import products_on
 

@@ -28,6 +28,8 @@ from weft.runtime.groups import GROUPS
 
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 FLOAT8 = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+QUANTISED = torch.float8_e4m3fn
+"""The dtype to which an a of 16 or 32 bits is quantised."""
 
 
 # Backward passes.

@@ -40,21 +40,6 @@ def _of_several(out: Sequence[Tensor], a: Tensor, bs: Sequence[Tensor], *_: Any)
     return sum(2 * one.shape[0] * b.shape[0] * b.shape[1] for one, b in zip(out, bs, strict=False))
 
 
-def _of_scaled(
-    out: Sequence[Tensor],
-    a: Tensor,
-    bs: Sequence[Tensor],
-    scale_a: Tensor | None,
-    scale_bs: Sequence[Tensor],
-    bias: Tensor | None,
-    residual: Tensor | None,
-    op: str,
-    *_: Any,
-) -> Any:
-    rows = out[0].shape[0] if op in ("all_gather_matmul", "all_to_all_matmul") else a.shape[0]
-    return sum(2 * rows * b.shape[0] * b.shape[1] for b in bs)
-
-
 def _of_weights(out: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], *_: Any) -> Any:
     return sum(2 * one.numel() * weight.shape[1] for one, weight in zip(out, weights, strict=True))
 
@@ -77,7 +62,6 @@ FORMULAS: Mapping[str, Formula] = {
     "all_to_all_matmul": _of_arriving_rows,
     "matmul_all_to_all_columns": _of_own_rows,
     "all_to_all_columns_matmul": _of_arriving_rows,
-    "scaled_matmul": _of_scaled,
     "linears_of_whole": _of_weights,
     "quantised_linears": _of_weights,
     "ragged_matmul_all_to_all": _of_sent,

@@ -42,7 +42,7 @@ class OperatorRequest(NamedTuple):
     operator: the operator that runs.
     tensors: the caller's tensors, in the places of the operator's tensors, or views of them. A call that takes a view is
         remembered only with a BoundCall, which needs nothing but the caller's tensors.
-    options: the operator's options.
+    options: the operator's options. Scales are further tensors and options, as for LibraryOperator.compute.
     group: the process group. None for the whole world.
     reads: for each of the tensors, or each list of tensors, how the operator reads it. None for what it reads as it is. It is
         empty if it reads all as they are.
@@ -62,7 +62,7 @@ class OperatorRequest(NamedTuple):
 
     def run(self) -> Any:
         """Run the operator."""
-        return self.finish(self.operator(*self.read(self.tensors), *self.options))
+        return self.finish(self.operator.compute(self.read(self.tensors), self.options)[0])
 
     def read(self, tensors: Sequence[Any]) -> list[Any]:
         """Return the operator's tensors. tensors: the caller's."""

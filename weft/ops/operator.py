@@ -42,10 +42,12 @@ from weft.compat.dispatch import (
     tree_unflatten,
     without_autocast,
 )
+from weft.core.problem import Scaling
+from weft.ops.common import FLOAT8, QUANTISED
 from weft.ops.flops import FORMULAS
 from weft.ops.schema import schema_of
 from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind
-from weft.runtime.calls import Call
+from weft.runtime.calls import Call, ScaledOperands
 from weft.runtime.groups import GROUPS
 
 Function = Callable[..., Any]
@@ -77,7 +79,7 @@ class LibraryOperator:
         double_backward: bool = True,
         saves_results: bool = True,
     ) -> None:
-        schema, self._count, self._places = schema_of(name, run, returns)
+        schema, self._count, self._option_count, self._places = schema_of(name, run, returns)
         self.name, self._run, self._fake, self.save = name, run, fake, save
         self.saves_results = saves_results
         self._calls, self._has_lists = returns is not None, "int[]" in schema
@@ -96,7 +98,7 @@ class LibraryOperator:
     def _define(self, name: str, schema: str) -> Function:
         _LIBRARY.define(schema)  # type: ignore[no-untyped-call]
         _LIBRARY.impl(name, self._kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        torch.library.register_fake(f"weft::{name}", lambda *flat: self._fake(*self._group_options(flat)), lib=_LIBRARY)
+        torch.library.register_fake(f"weft::{name}", lambda *flat: self._fake(*self._group(*self._split(flat))), lib=_LIBRARY)
         packet = getattr(torch.ops.weft, name)
         if self._flops is not None:
             register_flops(packet, self._flops)
@@ -104,7 +106,7 @@ class LibraryOperator:
         return found
 
     def __call__(self, *flat: Any) -> Any:
-        """Compute the operator. Its tensors come first, and then its options, one argument for each."""
+        """Compute the operator without scales. Its tensors come first, and then its options, one argument for each."""
         return self.compute(flat[: self._count], flat[self._count :])[0]
 
     def compute(
@@ -112,15 +114,17 @@ class LibraryOperator:
     ) -> tuple[Any, BoundCall | None, Sequence[int]]:
         """Return the results, and a BoundCall for calls like this one with its picks (weft.runtime.bound_call.RememberedCall).
 
+        tensors, options: a call with FP8 operands has scale_a and scale_bs as further tensors, and the rest of
+            weft.ops.schema.SCALES as further options.
         bind_to: the tensors by which the BoundCall will be called. Without them there is none.
         """
         if torch.compiler.is_compiling():
-            return self.dispatched(*tensors, *options), None, ()
+            return self.dispatched(*self.arguments(tensors, options)), None, ()
         identity, flat, known = self._find(tensors, options)
         if known is not None or can_skip_dispatcher(tensors):
             return self._compute_plain(tensors, options, bind_to, identity, flat, known)
         if self.backward is None or observed() or not _are_plain(tensors, grad=False):
-            return self.dispatched(*tensors, *options), None, ()
+            return self.dispatched(*self.arguments(tensors, options)), None, ()
         places, flat = flatten(tensors)
         return Recording(self, places, options).apply(RememberedCall(), flat), None, ()
 
@@ -160,11 +164,11 @@ class LibraryOperator:
         known: RememberedCall | None,
     ) -> tuple[Any, BoundCall | None, Sequence[int]]:
         if not self._calls:
-            return self._run(*self._group_options((*tensors, *options))), None, ()
+            return self._run(*self._group(tensors, options)), None, ()
         if known is not None and known.bound is not None and (made := known.bound(flat)) is not None:
             results = made[known.picks[0]] if self.single else [made[pick] for pick in known.picks]
             return results, None if bind_to is None else known.bound.of_tensors(flat, bind_to), known.picks
-        call: Call = self._run(*self._group_options((*tensors, *options)))
+        call: Call = self._run(*self._group(tensors, options))
         agreed, outputs = GROUPS.make_call(call.group, call)
         results = call.results_of(outputs)
         allocated = call.allocated or chain.from_iterable(outputs.values())
@@ -179,7 +183,7 @@ class LibraryOperator:
         return results[0] if self.single else results, bound, picks
 
     def _kernel(self, *flat: Any) -> Any:
-        tensors, options = flat[: self._count], flat[self._count :]
+        tensors, options = self._split(flat)
         identity, given, known = self._find(tensors, options)
         if known is None:
             self._refuse_tangents(tensors)
@@ -198,7 +202,7 @@ class LibraryOperator:
 
     def _autograd_kernel(self, *flat: Any) -> Any:
         self._refuse_tangents(flat)
-        tensors, options = flat[: self._count], flat[self._count :]
+        tensors, options = self._split(flat)
         places, given = flatten(tensors)
         if not (torch.is_grad_enabled() and any(one.requires_grad for one in given)):
             return self.forward(*flat)
@@ -207,13 +211,48 @@ class LibraryOperator:
 
     def group_options(self, options: Sequence[Any]) -> list[Any]:
         """Return the options with each NamedTuple as one value, as the functions of `define` get them."""
-        return self._group_options((*[None] * self._count, *options))[self._count :]
+        return self._group([None] * self._count, options)[self._count :]
 
-    def _group_options(self, flat: Sequence[Any]) -> list[Any]:
-        found = list(flat)
+    def _group(self, tensors: Sequence[Any], options: Sequence[Any]) -> list[Any]:
+        """Return what `run` and `fake` get."""
+        found = [*tensors[: self._count], *options[: self._option_count]]
         for kind, place in self._places:
-            found[place] = [kind._make(flat[place])]
+            found[place] = [kind._make(found[place])]
+        if self.is_scaled(tensors):
+            a, b = [one[0] if isinstance(one, (list, tuple)) else one for one in tensors[:2]]
+            found.append(_scaled_operands(a, b, *tensors[self._count :], *options[self._option_count :]))
         return found
+
+    def is_scaled(self, tensors: Sequence[Any]) -> bool:
+        """Return whether a call has FP8 operands. tensors: those of the call, or one value for each."""
+        return len(tensors) > self._count
+
+    def arguments(self, tensors: Sequence[Any], options: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments in the order of the schema, in which scales come last."""
+        own, count = tensors[: self._count], self._option_count
+        return (*own, *options[:count], *tensors[self._count :], *options[count:])
+
+    def _split(self, flat: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the tensors and the options of arguments in the order of the schema. torch leaves out defaults at the end."""
+        end = self._count + self._option_count
+        tensors, options, scales = flat[: self._count], flat[self._count : end], flat[end : end + 2]
+        if len(scales) < 2 or scales[1] is None:
+            return tensors, options
+        return (*tensors, *scales), (*options, *flat[end + 2 :])
+
+
+def _scaled_operands(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor | None,
+    scale_bs: Sequence[torch.Tensor],
+    recipe: Any,
+    output_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> ScaledOperands:
+    names: Any = FLOAT8.get(a.dtype, FLOAT8[QUANTISED]), FLOAT8[b.dtype]
+    scaling = Scaling(a=names[0], b=names[1], recipe=recipe, use_fast_accum=use_fast_accum, quantises=scale_a is None)
+    return ScaledOperands(scale_a, scale_bs, scaling, output_dtype)
 
 
 def define(name: str, run: Function, fake: Function, **options: Any) -> LibraryOperator:
@@ -225,6 +264,8 @@ def define(name: str, run: Function, fake: Function, **options: Any) -> LibraryO
 
         run(*tensors, *options)                       computes the results
         fake(*tensors, *options)                      makes empty results of the same shapes
+        run or fake(*tensors, *options, scales)       the same with FP8 operands, for an operator that takes them: its `run` has
+                                                      a parameter `scales: ScaledOperands | None = None`. There is no backward.
         save(ctx, (*tensors, *options), results)      keeps in ctx what the backward needs
         backward(ctx, *grads)                         returns the gradients of the tensors
 
@@ -291,7 +332,7 @@ class Recording:
     view: how the results are viewed. None if they are the operator's.
     """
 
-    __slots__ = ("_grouped", "_needs", "_sources", "operator", "options", "places", "reads", "view")
+    __slots__ = ("_grouped", "_needs", "_scaled", "_sources", "operator", "options", "places", "reads", "view")
 
     def __init__(
         self,
@@ -302,7 +343,7 @@ class Recording:
         view: Reading | None = None,
     ) -> None:
         self.operator, self.places, self.options, self.reads, self.view = operator, places, tuple(options), reads, view
-        self._grouped = operator.group_options(options)
+        self._grouped, self._scaled = operator.group_options(options), operator.is_scaled(places)
         self._sources: list[Reading | None] | None = None
         """How the backward reads each saved tensor. Saved tensors are those of the graph: otherwise they would have no
         derivatives."""
@@ -327,7 +368,7 @@ class Recording:
         """Compute a call without a BoundCall that makes it, and return its results. The arguments are as for `apply`."""
         read = unflatten(self.places, self._read(tensors, self.reads))
         if known is None:
-            found = self.operator.forward(*read, *self.options)
+            found = self.operator.forward(*self.operator.arguments(read, self.options))
         else:
             found, bound, picks = self.operator.compute_plain(read, self.options, memory)
             known.keep(bound, picks, self.view)
@@ -343,7 +384,7 @@ class Recording:
     ) -> None:
         """Keep in the context what the backward needs. hooks: pack it by these, now; autograd does so after the forward."""
         ctx.recording, save = self, self.operator.save
-        if save is None:
+        if save is None or self._scaled:
             return
         context = _Context()
         context.ctx = ctx
@@ -366,9 +407,11 @@ class Recording:
     def differentiate(self, ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Return the gradients of the tensors.
 
-        Raises ValueError for a batch of gradients, before it calls an operator in which ranks wait.
+        Raises ValueError for FP8 operands, and for a batch of gradients, before it calls an operator in which ranks wait.
         """
         operator, view = self.operator, self.view
+        if self._scaled:
+            raise ValueError("b or scale_b requires a gradient, and operators with FP8 operands have none; use b.detach()")
         for grad in grads:
             if grad is not None and is_batch_of_gradients(grad):
                 raise ValueError(

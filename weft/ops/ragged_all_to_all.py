@@ -6,8 +6,8 @@
     weft::ragged_all_to_all_gated(a [rows, K], b [E, K, 2 F], splits [W, E], ...)  -> out [max_rows, F], counts [E, W]:
                                                       silu(left half) * right half of that product; no backward
 
-With FP8 operands each takes scale_a [rows, s] and scale_b [E, ., .], too. Received rows are then followed by their scales, and
-there is no backward.
+With FP8 operands each takes scale_a [rows, s] and scale_bs of one [E, ., .], too. Received rows are then followed by their
+scales, and there is no backward.
 
 This rank has E of the experts, and there are W ranks. The counts of one operator are the splits of the other. The backward of
 each is the other one, which returns every row to its source:
@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 
 from weft.compat.dispatch import grouped_mm
-from weft.core.problem import Op, Scaling
+from weft.core.problem import Op
 from weft.core.schedule import Schedule
 from weft.ops.common import FLOAT8, check_operands, describe, make_empty_operand_after, resolve_group
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import LibraryOperator, define
-from weft.ops.scaled import ScaleAndBias, quantised, quantised_here
+from weft.ops.scaled import ScaleAndBias, new_gathered, new_product, quantised, quantised_here
 from weft.ops.schema import SymInt
 from weft.runtime.calls import ScaledOperands
 from weft.runtime.choose import MODES
@@ -70,45 +70,22 @@ class _Ragged(NamedTuple):
     return_received: bool
 
 
-class _Scaled(NamedTuple):
-    """_Scaled holds the options of FP8 operands, as for torch.nn.functional.scaled_mm. Without scales the recipe is ""."""
-
-    recipe: str
-    output_dtype: torch.dtype | None
-    use_fast_accum: bool
-
-
-_UNSCALED = _Scaled("", None, False)
-
-
 def _define(name: str, op: Op, *, gated: bool = False, returns: Any, **more: Any) -> LibraryOperator:
     """Define an operator that exchanges rows. gated: its results are those of `ragged_gated`."""
 
     def run(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        splits: torch.Tensor,
-        scale_a: torch.Tensor | None,
-        scale_b: torch.Tensor | None,
-        options: _Ragged,
-        scaled: _Scaled,
+        a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, options: _Ragged, scales: ScaledOperands | None = None
     ) -> RaggedCall:
         given: dict[str, Any] = options._asdict()
         del given["world_size"]
-        if scale_b is not None:
-            names: Any = FLOAT8[a.dtype], FLOAT8[b.dtype], scaled.recipe
-            scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=scaled.use_fast_accum)
-            given["scales"] = ScaledOperands(scale_a, [scale_b], scaling, scaled.output_dtype or torch.bfloat16)
-        return RaggedCall(op=op, a=a, b=b, splits=splits, gated=gated, **given)
+        return RaggedCall(op=op, a=a, b=b, splits=splits, gated=gated, scales=scales, **given)
 
-    def fake(
-        a: torch.Tensor, b: torch.Tensor, splits: Any, scale_a: Any, scale_b: Any, options: _Ragged, scaled: _Scaled
-    ) -> Any:
+    def fake(a: torch.Tensor, b: torch.Tensor, _: Any, options: _Ragged, scales: ScaledOperands | None = None) -> Any:
         experts, _, n = b.shape
         extents = (experts, options.world_size) if op == _DISPATCH else (options.world_size, experts)
-        out = a.new_empty(options.max_rows, n // 2 if gated else n, dtype=scaled.output_dtype)
-        received = [one.new_empty(options.max_rows, one.shape[1]) for one in (a, scale_a) if one is not None]
-        found = [out, a.new_empty(extents, dtype=torch.int32), *received * options.return_received]
+        out = new_product(a, options.max_rows, n // 2 if gated else n, scales)
+        received = new_gathered(a, options.max_rows, scales) * options.return_received
+        found = [out, a.new_empty(extents, dtype=torch.int32), *received]
         return found if returns == list[torch.Tensor] else tuple(found)
 
     return define(name, run, fake, returns=returns, **more)
@@ -172,16 +149,16 @@ ragged_combine: Callable[..., Any] = public(combine_request)
 
 
 def _combine_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    a, b, splits, _, _, ctx.options, ctx.scaled = inputs
+    a, b, splits, ctx.options = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(a, b, splits, output[1])
 
 
 def _combine_backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
-    (a, b, splits, counts), options = _saved(ctx)
+    (a, b, splits, counts), options = ctx.saved_tensors, ctx.options
     rows, home = a.shape[0], _home(a, options)._replace(return_received=True)
-    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, None, None, *home, *_UNSCALED)
-    return grad_a.narrow(0, 0, rows), grouped_outer(a, received.narrow(0, 0, rows), splits.sum(1)), None, None, None
+    grad_a, _, received = _ragged_all_to_all_matmul(grad.contiguous(), b.transpose(1, 2), counts, *home)
+    return grad_a.narrow(0, 0, rows), grouped_outer(a, received.narrow(0, 0, rows), splits.sum(1)), None
 
 
 _ragged_matmul_all_to_all = _define(
@@ -221,7 +198,7 @@ ragged_dispatch: Callable[..., Any] = public(dispatch_request)
 
 
 def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-    a, b, splits, _, _, ctx.options, ctx.scaled = inputs
+    a, b, splits, ctx.options = inputs
     ctx.mark_non_differentiable(outputs[1])
     # Without this, zeros would go through the whole backward if the received rows have no gradient.
     ctx.set_materialize_grads(False)
@@ -229,7 +206,7 @@ def _dispatch_save(ctx: Any, inputs: tuple[Any, ...], outputs: Sequence[torch.Te
 
 
 def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    (a, b, splits, counts, *received), options = _saved(ctx)
+    (a, b, splits, counts, *received), options = ctx.saved_tensors, ctx.options
     grad = a.new_zeros(options.max_rows, b.shape[2]) if grads[0] is None else grads[0].contiguous()
     grad_a = grad_b = None
     if ctx.needs_input_grad[0]:
@@ -238,7 +215,7 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
             # The gradient of the received rows goes back with the rest, as a product with 1.
             eye = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand(b.shape[0], -1, -1)
             factors, columns = torch.cat([grad, grads[2]], 1), torch.cat([columns, eye], 1)
-        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, None, None, *_home(a, options), *_UNSCALED)
+        back, _ = _ragged_matmul_all_to_all(factors, columns, counts, *_home(a, options))
         grad_a = back.narrow(0, 0, a.shape[0])
     if ctx.needs_input_grad[1]:
         # Saving the received rows would cost max_rows x K of memory from forward to backward, so they are exchanged again by
@@ -246,9 +223,9 @@ def _dispatch_backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[
         if not received:
             nothing = make_empty_operand_after(b, grad if grad_a is None else grad_a)
             again = options._replace(schedule=_backward_spec(options.schedule), return_received=True)
-            _, _, *received = _ragged_all_to_all_matmul(a, nothing, splits, None, None, *again, *_UNSCALED)
+            _, _, *received = _ragged_all_to_all_matmul(a, nothing, splits, *again)
         grad_b = grouped_outer(received[0], grad, counts.sum(1))
-    return grad_a, grad_b, None, None, None
+    return grad_a, grad_b, None
 
 
 _ragged_all_to_all_matmul = _define(
@@ -291,23 +268,16 @@ _ragged_all_to_all_gated = _define("ragged_all_to_all_gated", _DISPATCH, gated=T
 
 def _operands(
     op: Op, a: torch.Tensor, b: torch.Tensor, splits: torch.Tensor, scales: ScaleAndBias
-) -> tuple[tuple[torch.Tensor | None, ...], _Scaled]:
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return an operator's tensors, and the options of their scales. Raises ValueError for scales that do not fit."""
     if not scales and a.dtype not in FLOAT8:
-        return (a, _grouped(b), splits, None, None), _UNSCALED
+        return (a, _grouped(b), splits), ()
     if "bias" in scales:
         raise ValueError("bias cannot be used with splits; add it to the rows that arrive")
     of = quantised(op, a, [b], scales)
     elements, scale_a = (a, of.scale_a) if of.scale_a is not None else quantised_here(a, of.recipe)
-    tensors = (elements, _grouped(b), splits, scale_a, _grouped(of.scale_bs[0]))
-    return tensors, _Scaled(of.recipe, of.output_dtype, of.use_fast_accum)
-
-
-def _saved(ctx: Any) -> tuple[Sequence[torch.Tensor], _Ragged]:
-    """Return what the forward has saved. Raises ValueError for FP8 operands, which have no gradient."""
-    if ctx.scaled.recipe:
-        raise ValueError("b or scale_b requires a gradient, and operators with FP8 operands have none; use b.detach()")
-    return ctx.saved_tensors, ctx.options
+    tensors = (elements, _grouped(b), splits, scale_a, [_grouped(of.scale_bs[0])])
+    return tensors, (of.recipe, of.output_dtype, of.use_fast_accum)
 
 
 def _finish(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

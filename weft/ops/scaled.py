@@ -1,32 +1,25 @@
-"""This module checks FP8 operands and their scales, and defines the torch.library operator that all operators use for FP8.
+"""This module checks FP8 operands and their scales, and passes them to the operators.
 
-    weft::scaled_matmul(a [m, k], bs [k, n]..., scale_a, scale_bs, bias?, residual?, op, ...)  -> [out, ..., gathered, scales]
-
-op names the public operator. The scales are matrices of the shapes that weft.core.problem.Scaling names. There is no backward,
-so tensors that require a gradient are refused. weft.models.float8 has layers that quantise in the forward and in the backward
-(docs/fp8.md).
+An operator of torch.library that takes FP8 operands has scales as its last arguments (weft.ops.schema.SCALES). They are
+matrices of the shapes that weft.core.problem.Scaling names. There is no backward, so tensors that require a gradient are
+refused. weft.models.float8 has layers that quantise in the forward and in the backward (docs/fp8.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, Required, TypedDict, cast
 
 import torch
-import torch.distributed as dist
 
 from weft.compat.device import capabilities
 from weft.core.logs import warn_once
-from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling, split
-from weft.ops.common import DTYPES, FLOAT8, RowsOf, as_matrix, check_addend
+from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling
+from weft.ops.common import DTYPES, FLOAT8, QUANTISED, check_addend
 from weft.ops.front import OperatorRequest
-from weft.ops.operator import define
-from weft.ops.schema import SymInt
-from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
+from weft.runtime.calls import ScaledOperands
 from weft.runtime.products import quantise
 
-QUANTISED = torch.float8_e4m3fn
-"""The dtype to which an a of 16 or 32 bits is quantised."""
 _RECIPES: dict[str, dict[Literal["a", "b"], Recipe]] = {
     "TensorWise": {"a": "tensorwise", "b": "tensorwise"},
     "RowWise": {"a": "rowwise", "b": "rowwise"},
@@ -199,79 +192,6 @@ def _check_layout(name: str, b: torch.Tensor, recipe: Recipe) -> None:
         )
 
 
-class _Scaled(NamedTuple):
-    """_Scaled holds the options of weft::scaled_matmul.
-
-    rows: the rows of the whole flat M, or of a for an all-to-all.
-    unit: the number of flat rows that stay together.
-    """
-
-    op: str
-    group: str
-    rank: int
-    world_size: int
-    rows: SymInt
-    unit: SymInt
-    schedule: str
-    return_gathered: bool
-    reduce_op: str
-    recipe: str
-    output_dtype: torch.dtype
-    use_fast_accum: bool
-
-
-def _run(
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    scale_a: torch.Tensor | None,
-    scale_bs: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    options: _Scaled,
-) -> MatmulCall:
-    op: Any = options.op
-    names: Any = FLOAT8.get(a.dtype, FLOAT8[QUANTISED]), FLOAT8[bs[0].dtype], options.recipe
-    scaling = Scaling(a=names[0], b=names[1], recipe=names[2], use_fast_accum=options.use_fast_accum, quantises=scale_a is None)
-    extras = {} if bias is None else {"bias": bias[None]}
-    extras |= {} if residual is None else {"residual": residual}
-    return matmul_call(
-        op,
-        a,
-        bs,
-        options.group,
-        options.schedule,
-        rows=options.rows,
-        unit=options.unit,
-        return_gathered=options.return_gathered,
-        reduce_op=options.reduce_op,
-        extras=extras,
-        scales=ScaledOperands(scale_a, scale_bs, scaling, options.output_dtype),
-    )
-
-
-def _fake(
-    a: torch.Tensor,
-    bs: list[torch.Tensor],
-    scale_a: torch.Tensor | None,
-    scale_bs: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    options: _Scaled,
-) -> list[torch.Tensor]:
-    low, high = split(options.rows // options.unit, options.world_size)[options.rank]
-    own = (high - low) * options.unit
-    rows = {
-        "all_gather_matmul": options.rows,
-        "matmul_all_reduce": options.rows,
-        "matmul_reduce_scatter": own,
-    }.get(options.op, own * options.world_size)
-    outs = [a.new_empty(rows, b.shape[1], dtype=options.output_dtype) for b in bs]
-    width = 1 if options.recipe == "rowwise" else a.shape[1] // SCALE_BLOCK
-    elements = a.dtype if a.dtype in FLOAT8 else QUANTISED
-    gathered = [a.new_empty(rows, a.shape[1], dtype=elements), a.new_empty(rows, width, dtype=torch.float32)]
-    return outs + gathered * options.return_gathered
-
-
 def _converts_nowhere(a: torch.Tensor) -> bool:
     """Return whether a is on a GPU that has no conversion to FP8."""
     if not a.is_cuda or capabilities(a.device).tma:
@@ -289,53 +209,40 @@ def quantised_here(a: torch.Tensor, recipe: Recipe) -> tuple[torch.Tensor, torch
     return elements, scales
 
 
-_scaled_matmul = define("scaled_matmul", _run, _fake, returns=list[torch.Tensor])
+def with_scales(op: Op, request: OperatorRequest, of: Quantised) -> Any:
+    """Return the request with FP8 operands, or its result if of.bias has to be added to it.
 
-
-def _first(results: Sequence[torch.Tensor]) -> torch.Tensor:
-    return results[0]
-
-
-def scaled_matmul(
-    op: Op,
-    a: torch.Tensor,
-    bs: Sequence[torch.Tensor],
-    of: Quantised,
-    group: tuple[dist.ProcessGroup | None, str, int, int],
-    schedule: str,
-    *,
-    dim: int = 0,
-    view: RowsOf | None = None,
-    rows: int | None = None,
-    unit: int = 1,
-    return_gathered: bool = False,
-    reduce_op: str = "sum",
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    after: Callable[[Sequence[torch.Tensor]], Any] = _first,
-) -> Any:
-    """Return the OperatorRequest of an operator with FP8 operands, or its result if of.bias has to be added to it.
-
-    Its results are the products, then the gathered rows and their scales if these were requested.
-
-    a: any number of dimensions, whose scales are of.scale_a.
-    group: its process group, name, this rank, and world_size.
-    after: returns what the public function returns, given the results.
-    dim: the dimension of a that is the outermost one of the matrix of its rows.
-    view: how results are restored to the caller's shape. None if they are matrices.
-    rows, unit: as MatmulCall's rows and row_multiple. By default the rows are those of a.
+    request: as it is without scales. Its first tensor is a, or a list of one a, and its second one b or a list of these.
     """
-    a, scale_a = as_matrix(a.movedim(dim, 0)), of.scale_a
+    (first, b, *addends), (read, *reads), scale_a = request.tensors, request.reads, of.scale_a
+    a = first if isinstance(first, torch.Tensor) else first[0]
+    a = a if read is None else read.read(a)
     if scale_a is None and (op not in GATHERS or _converts_nowhere(a)):
         a, scale_a = quantised_here(a, of.recipe)
-    elif scale_a is not None and scale_a.dim() > 2:
-        scale_a = as_matrix(scale_a.movedim(dim, 0))
-    rows, how = a.shape[0] if rows is None else rows, (of.recipe, of.output_dtype, of.use_fast_accum)
-    of_group, name, rank, world_size = group
-    options = _Scaled(op, name, rank, world_size, rows, unit, schedule, return_gathered, reduce_op, *how)
-    tensors = (a, list(bs), scale_a, of.scale_bs, bias, residual)
-    request = OperatorRequest(_scaled_matmul, tensors, options, of_group, (), view)
+    elif scale_a is not None and read is not None and of.recipe != "tensorwise":
+        scale_a = read.read(scale_a)
+    request = request._replace(
+        tensors=(a if isinstance(first, torch.Tensor) else [a], b, *addends, scale_a, of.scale_bs),
+        options=(*request.options, of.recipe, of.output_dtype, of.use_fast_accum),
+        reads=(None, *reads, None, None),
+    )
     if of.bias is None:
-        return request._replace(after=after)
-    out, *others = request.run()
-    return after([out + of.bias, *others])
+        return request
+    results = request._replace(after=None).run()
+    if request.after is None:
+        return results + of.bias
+    return request.after([results[0] + of.bias, *results[1:]])
+
+
+def new_product(a: torch.Tensor, rows: int, columns: int, scales: ScaledOperands | None) -> torch.Tensor:
+    """Return an empty product of a."""
+    return a.new_empty(rows, columns, dtype=None if scales is None else scales.output_dtype)
+
+
+def new_gathered(a: torch.Tensor, rows: int, scales: ScaledOperands | None) -> list[torch.Tensor]:
+    """Return empty rows of a, and their scales if they are FP8."""
+    if scales is None:
+        return [a.new_empty(rows, a.shape[1])]
+    _, width = scales.scaling.scales_shape("a", *a.shape)
+    elements = a.dtype if a.dtype in FLOAT8 else QUANTISED
+    return [a.new_empty(rows, a.shape[1], dtype=elements), a.new_empty(rows, width, dtype=torch.float32)]

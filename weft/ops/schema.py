@@ -10,20 +10,24 @@ import torch
 
 SymInt = Annotated[int, "SymInt"]
 """An int that torch.compile may trace as a symbol. For any other int, torch.compile compiles each value separately."""
+SCALES = (
+    "Tensor? scale_a=None, Tensor[]? scale_bs=None, str recipe='', ScalarType? output_dtype=None, bool use_fast_accum=False"
+)
+"""The last arguments of an operator that takes FP8 operands. They have defaults, so that other calls do not pass them."""
 _NAMES = {torch.Tensor: "Tensor", torch.dtype: "ScalarType", SymInt: "SymInt"}
 
 
-def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[str, int, list[tuple[Any, slice]]]:
-    """Return (schema of weft::name, number of tensors, NamedTuples).
+def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[str, int, int, list[tuple[Any, slice]]]:
+    """Return (schema of weft::name, number of tensors, number of options, NamedTuples). The numbers are without scales.
 
     Each NamedTuple comes with the positions of its fields, the last NamedTuple first. The arguments of the operator are the
     parameters of `run`, tensors first, and a NamedTuple stands for its fields. A tensor that the operator changes is annotated
-    as in schemas: Annotated[Tensor, "a!"].
+    as in schemas: Annotated[Tensor, "a!"]. If `run` has a parameter `scales`, the operator takes SCALES last.
 
     returns: what the operator returns. By default it is what `run` returns.
     """
     hints = get_type_hints(run, include_extras=True)
-    given = hints.pop("return")
+    given, takes_scales = hints.pop("return"), hints.pop("scales", None) is not None
     result = _type(given if returns is None else returns)
     fields = [_fields(hint) or {parameter: hint} for parameter, hint in hints.items()]
     ends = accumulate(map(len, fields))
@@ -33,8 +37,8 @@ def schema_of(name: str, run: Callable[..., Any], returns: Any = None) -> tuple[
     assert len(names) == len(set(names)), f"weft::{name} has two arguments of one name, which Inductor refuses: {names}"
     tensors = sum(argument.startswith("Tensor") for argument in arguments)
     assert all(each.startswith("Tensor") for each in arguments[:tensors]), f"weft::{name} takes a tensor last: {arguments}"
-    schema = f"{name}({', '.join(arguments)}) -> {result}"
-    return schema, tensors, [(kind, place) for kind, place in reversed(places) if _fields(kind)]
+    schema = f"{name}({', '.join([*arguments, SCALES] if takes_scales else arguments)}) -> {result}"
+    return schema, tensors, len(arguments) - tensors, [(kind, place) for kind, place in reversed(places) if _fields(kind)]
 
 
 def _fields(kind: Any) -> dict[str, Any]:

@@ -46,9 +46,9 @@ from weft.ops.common import (
 )
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
-from weft.ops.scaled import ScaleAndBias, ScalesAndBias, quantised, refuse_several, scaled_matmul
+from weft.ops.scaled import ScaleAndBias, ScalesAndBias, new_gathered, new_product, quantised, refuse_several, with_scales
 from weft.ops.schema import SymInt
-from weft.runtime.calls import MatmulCall, matmul_call
+from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
 from weft.runtime.groups import GROUPS
 
 
@@ -193,12 +193,9 @@ def all_gather_matmul(
         out = list(results[:count]) if several else results[0]
         return (out, *results[count:]) if return_gathered else out
 
-    if scaled is not None:
-        how: dict[str, Any] = {"dim": dim, "view": view, "rows": total * unit, "unit": max(unit, 1)}
-        how |= {"return_gathered": return_gathered, "after": after}
-        return scaled_matmul("all_gather_matmul", a, bs, scaled, (group, name, rank, world_size), spec, **how)
     options = (name, total * unit, max(unit, 1), spec, gathered, keep)
-    return OperatorRequest(_all_gather_matmul, (a, bs), options, group, reads, view, after)
+    request = OperatorRequest(_all_gather_matmul, (a, bs), options, group, reads, view, after)
+    return request if scaled is None else with_scales("all_gather_matmul", request, scaled)
 
 
 class _Gather(NamedTuple):
@@ -217,14 +214,17 @@ class _Gather(NamedTuple):
     keep: bool
 
 
-def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> MatmulCall:
+def _gather(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather, scales: ScaledOperands | None = None) -> MatmulCall:
     group, rows, unit, schedule, gathered, _ = options
-    return matmul_call("all_gather_matmul", a, bs, group, schedule, rows=rows, unit=unit, return_gathered=gathered)
+    how: dict[str, Any] = {"rows": rows, "unit": unit, "return_gathered": gathered, "scales": scales}
+    return matmul_call("all_gather_matmul", a, bs, group, schedule, **how)
 
 
-def _gather_fake(a: torch.Tensor, bs: list[torch.Tensor], options: _Gather) -> list[torch.Tensor]:
-    outs = [a.new_empty(options.rows, b.shape[1]) for b in bs]
-    return outs + [a.new_empty(options.rows, a.shape[1])] * options.return_gathered
+def _gather_fake(
+    a: torch.Tensor, bs: list[torch.Tensor], options: _Gather, scales: ScaledOperands | None = None
+) -> list[torch.Tensor]:
+    outs = [new_product(a, options.rows, b.shape[1], scales) for b in bs]
+    return outs + new_gathered(a, options.rows, scales) * options.return_gathered
 
 
 def _gather_save(ctx: Any, inputs: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
@@ -342,13 +342,10 @@ def matmul_reduce_scatter(
     unit, spec = max(count_rows_per_entry(shape), 1), schedule_to_spec(schedule, "matmul_reduce_scatter")
     low, high = split(shape[0], world_size)[rank]
     reads, view = (rows_of(a.shape, dim), None), rows_of(a.shape, dim, high - low)
-    if scaled is not None:
-        how: dict[str, Any] = {"dim": dim, "view": view, "unit": unit, "reduce_op": op}
-        of_group = group, name, rank, world_size
-        return cast(torch.Tensor, scaled_matmul("matmul_reduce_scatter", a, bs, scaled, of_group, spec, **how))
     options = (name, rank, world_size, unit, spec, op)
     request = OperatorRequest(_matmul_reduce_scatter, (factors, bs), options, group, reads, view)
-    return cast(torch.Tensor, request)  # `public` runs it
+    found = request if scaled is None else with_scales("matmul_reduce_scatter", request, scaled)
+    return cast(torch.Tensor, found)  # `public` runs it
 
 
 class _Scatter(NamedTuple):
@@ -397,15 +394,19 @@ def _backward_fake(
 _all_gather_matmul_backward = define("all_gather_matmul_backward", _backward, _backward_fake, returns=list[torch.Tensor])
 
 
-def _scatter(factors: list[torch.Tensor], bs: list[torch.Tensor], options: _Scatter) -> MatmulCall:
+def _scatter(
+    factors: list[torch.Tensor], bs: list[torch.Tensor], options: _Scatter, scales: ScaledOperands | None = None
+) -> MatmulCall:
     (a, *more), (group, _, _, unit, schedule, op) = factors, options
-    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit, "reduce_op": op, "more": more}
+    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit, "reduce_op": op, "more": more, "scales": scales}
     return matmul_call("matmul_reduce_scatter", a, bs, group, schedule, **how)
 
 
-def _scatter_fake(factors: list[torch.Tensor], bs: list[torch.Tensor], options: _Scatter) -> torch.Tensor:
+def _scatter_fake(
+    factors: list[torch.Tensor], bs: list[torch.Tensor], options: _Scatter, scales: ScaledOperands | None = None
+) -> torch.Tensor:
     low, high = split(factors[0].shape[0] // options.unit, options.world_size)[options.rank]
-    return factors[0].new_empty((high - low) * options.unit, bs[0].shape[1])
+    return new_product(factors[0], (high - low) * options.unit, bs[0].shape[1], scales)
 
 
 def _scatter_save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

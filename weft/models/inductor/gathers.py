@@ -39,7 +39,7 @@ from weft.models.inductor.graph import (
     move_above,
     trace_reshapes_back,
 )
-from weft.models.inductor.scaled import SCALED, ProductScales, bias_of, scales_of, write_gather
+from weft.models.inductor.scaled import SCALED, ProductScales, bias_of, scales_of, write_gather_scales
 from weft.ops.common import DTYPES, FLOAT8
 
 START = c10d.all_gather_into_tensor.default
@@ -265,15 +265,14 @@ def rewrite(graph: Graph, gather: Gather, schedule: str) -> None:
         total = get_shape(rows)[0] * gather.world_size
         keep = _needs_gathered(gather, set(nodes))
         scales = [product.scales for product in gather.products if product.scales]
+        scale_arguments: tuple[object, ...] = ()
         if scales:
             scale_rows = None
             if gather.scale is not None:
                 scale_rows = write.flatten_rows(write.reshape(gather.scale, [*get_shape(shard)[:-1], 1]), gather.dim)
-            fused = write_gather(write, rows, bs, scale_rows, scales, gather.group, schedule, keep=keep)
-        else:
-            fused = write(
-                torch.ops.weft.all_gather_matmul_forward.default, rows, bs, gather.group, total, 1, schedule, keep, False
-            )
+            scale_arguments = write_gather_scales(write, rows, bs, scale_rows, scales)
+        arguments = (rows, bs, gather.group, total, 1, schedule, keep, False, *scale_arguments)
+        fused = write(torch.ops.weft.all_gather_matmul_forward.default, *arguments)
         outs = write.split_outputs(fused)
         if keep and scales:
             old.append(outs.pop())  # the gathered scales

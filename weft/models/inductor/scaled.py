@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from weft.core.problem import FLOAT8_UNIT, Op, Recipe
-from weft.models.inductor.graph import Refused, Writer, aten, get_argument, get_rank_and_size, get_shape, get_value
+from weft.core.problem import FLOAT8_UNIT, Recipe
+from weft.models.inductor.graph import Refused, Writer, aten, get_argument, get_shape, get_value
 from weft.ops.common import DTYPES, FLOAT8
 
 SCALED = aten._scaled_mm.default
@@ -77,18 +76,13 @@ def bias_of(product: Node) -> Node | None:
     return found if isinstance(found, Node) else None
 
 
-def write_gather(
-    write: Writer,
-    rows: Node,
-    bs: Sequence[Node],
-    scale_rows: Node | None,
-    scales: Sequence[ProductScales],
-    group: str,
-    schedule: str,
-    *,
-    keep: bool,
-) -> Node:
-    """Write all_gather_matmul of this rank's rows [m, K]. scale_rows: [m, 1], or None for tensorwise scales."""
+def write_gather_scales(
+    write: Writer, rows: Node, bs: Sequence[Node], scale_rows: Node | None, scales: Sequence[ProductScales]
+) -> tuple[object, ...]:
+    """Write the scales of an all_gather_matmul of this rank's rows [m, K], and return its last arguments.
+
+    scale_rows: [m, 1], or None for tensorwise scales.
+    """
     columns = []
     for b, one in zip(bs, scales, strict=True):
         if scale_rows is not None:
@@ -98,56 +92,15 @@ def write_gather(
         columns.append(write(aten.expand.default, both, [1, get_shape(b)[1]]))
     if scale_rows is None:
         scale_rows = write(aten.new_ones.default, scales[0].a, [get_shape(rows)[0], 1])
-    total = get_shape(rows)[0] * get_rank_and_size(group)[1]
-    return _write(
-        write, "all_gather_matmul", rows, bs, scale_rows, columns, scales[0], "rowwise", group, schedule, rows=total, keep=keep
-    )
+    return scale_rows, columns, "rowwise", scales[0].output_dtype, scales[0].use_fast_accum
 
 
-def write_reduction(
-    write: Writer, op: Op, a: Node, b: Node, scale_a: Node, scales: ProductScales, group: str, schedule: str, reduce: str
-) -> Node:
-    """Write matmul_reduce_scatter or matmul_all_reduce of a [M, k] and b [k, N], and return its result.
+def write_reduction_scales(write: Writer, scale_a: Node, scales: ProductScales) -> tuple[object, ...]:
+    """Write the scales of a matmul_reduce_scatter or matmul_all_reduce, and return its last arguments.
 
     scale_a: the scales in the order of a's rows.
     """
     scale_b = scales.b
     if scales.recipe == "tensorwise":
         scale_a, scale_b = write.reshape(scale_a, [1, 1]), write.reshape(scale_b, [1, 1])
-    found = _write(
-        write, op, a, [b], scale_a, [scale_b], scales, scales.recipe, group, schedule, rows=get_shape(a)[0], reduce=reduce
-    )
-    return write.split_outputs(found)[0]
-
-
-def _write(
-    write: Writer,
-    op: Op,
-    a: Node,
-    bs: Sequence[Node],
-    scale_a: Node,
-    scale_bs: Sequence[Node],
-    like: ProductScales,
-    recipe: Recipe,
-    group: str,
-    schedule: str,
-    *,
-    rows: int,
-    keep: bool = False,
-    reduce: str = "sum",
-) -> Node:
-    factors: tuple[Any, ...] = (a, list(bs), scale_a, list(scale_bs), None, None)
-    sizes = (
-        op,
-        group,
-        *get_rank_and_size(group),
-        rows,
-        1,
-        schedule,
-        keep,
-        reduce,
-        recipe,
-        like.output_dtype,
-        like.use_fast_accum,
-    )
-    return write(torch.ops.weft.scaled_matmul.default, *factors, *sizes)
+    return scale_a, [scale_b], scales.recipe, scales.output_dtype, scales.use_fast_accum

@@ -43,7 +43,7 @@ from weft.models.inductor.graph import (
     match_relayout,
     trace_reshapes_back,
 )
-from weft.models.inductor.scaled import SCALED, bias_of, scales_of, write_reduction
+from weft.models.inductor.scaled import SCALED, bias_of, scales_of, write_reduction_scales
 
 _MATMULS = (aten.mm.default, aten.addmm.default, SCALED)
 _UNSUPPORTED_MATMULS: dict[object, str] = {
@@ -325,15 +325,16 @@ def rewrite(graph: Graph, scatter: Scatter, schedule: str) -> None:
         )
         if scatter.dim is not None:
             factors = [_write_rows(write, factor, scatter) for factor in factors]
-        (a, *_), (b, *_) = factors, bs
+        scale_arguments: tuple[object, ...] = ()
         if scales is not None:
             by_row = scatter.dim is not None and scales.recipe == "rowwise"
             scale_a = _write_rows(write, scales.a, scatter) if by_row else scales.a
-            out = write_reduction(write, scatter.op, a, b, scale_a, scales, scatter.group, schedule, scatter.reduce)
-        elif scatter.dim is None:
-            out = write(torch.ops.weft.matmul_all_reduce_forward.default, factors, bs, bias, None, scatter.group, schedule)
+            scale_arguments = write_reduction_scales(write, scale_a, scales)
+        if scatter.dim is None:
+            arguments = (factors, bs, bias, None, scatter.group, schedule, *scale_arguments)
+            out = write(torch.ops.weft.matmul_all_reduce_forward.default, *arguments)
         else:
-            arguments = (factors, bs, scatter.group, rank, size, 1, schedule, scatter.reduce)
+            arguments = (factors, bs, scatter.group, rank, size, 1, schedule, scatter.reduce, *scale_arguments)
             out = write(torch.ops.weft.matmul_reduce_scatter_forward.default, *arguments)
         if scatter.dim is not None:
             own = [extent // size if d == scatter.dim else extent for d, extent in enumerate(scatter.extents)]
