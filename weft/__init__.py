@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from weft.core import __version__
 from weft.core.lazy import lazy_names
-from weft.core.version import __version__
 
 if TYPE_CHECKING:
     from weft import models as models

@@ -15,7 +15,7 @@ import torch
 from devices import BLOCK_OF_H200
 from rank_pools import on_ranks
 
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 from weft.core.machine import load
 from weft.core.problem import FLOAT8, RECIPES, SCALE_BLOCK, Problem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait

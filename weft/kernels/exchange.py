@@ -23,7 +23,7 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import Scaling
 from weft.kernels.launch import Launcher

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from weft.compat.device import capabilities
-from weft.core.logs import warn_once
+from weft.core.errors import warn_once
 from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling, split
 from weft.ops.common import DTYPES, FLOAT8, RowsOf, as_matrix, check_addend
 from weft.ops.front import OperatorRequest

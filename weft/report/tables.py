@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weft.planner.words import factor, mib, ms, percent, sizes, us
 
 if TYPE_CHECKING:
-    from weft.planner.losses import Signature
-    from weft.planner.simulated import LaneUse, Simulation
+    from weft.planner.simulated import LaneUse, Signature, Simulation
     from weft.planner.values import Plan
     from weft.tools.results import Run, Speeds
 

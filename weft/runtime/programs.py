@@ -29,8 +29,7 @@ from weft.checker import check
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import free_unused
 from weft.compat.device import on_device, outside_graph_trees
-from weft.core.errors import PeerLost
-from weft.core.logs import warn_once
+from weft.core.errors import PeerLost, warn_once
 from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.runtime.autotune import Measurement

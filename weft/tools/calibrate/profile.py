@@ -19,8 +19,8 @@ import torch
 
 from weft.compat.device import of_properties
 from weft.core import codec
+from weft.core.errors import warn_once
 from weft.core.hardware import AlphaBeta, CopyEngines, Gpu, Links, Stores, Table, Tile, numbers
-from weft.core.logs import warn_once
 from weft.core.machine import Machine, load
 from weft.core.problem import ITEMSIZE
 from weft.core.settings import put
