@@ -26,6 +26,7 @@ from weft.compat.device import capabilities
 from weft.core.hardware import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import Scaling
+from weft.kernels.gemm import INTERPRETED, INTERPRETED_FP8
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import GroupedProduct, combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import (
@@ -49,7 +50,6 @@ from weft.kernels.segments import (
     LayoutTables,
     layout_kernel,
 )
-from weft.kernels.shapes import INTERPRETED, INTERPRETED_FP8
 from weft.perf.shapes import TileShape, promotes, push_sms, shapes_for
 from weft.triton.flags import asynchronous
 

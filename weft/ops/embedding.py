@@ -31,6 +31,7 @@ from weft.core.problem import DType, LookupProblem, split
 from weft.core.schedule import Schedule
 from weft.ops.common import resolve_group, schedule_to_spec, to_list
 from weft.ops.embedding_arguments import (
+    Optimizer,
     batch_of,
     check_disjoint,
     check_indices,
@@ -41,7 +42,6 @@ from weft.ops.embedding_arguments import (
 )
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
-from weft.ops.optimizers import Optimizer
 from weft.ops.schema import SymInt
 from weft.runtime import gradients
 from weft.runtime.calls import LookupCall

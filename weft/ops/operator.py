@@ -42,8 +42,7 @@ from weft.compat.dispatch import (
     tree_unflatten,
     without_autocast,
 )
-from weft.ops.flops import FORMULAS
-from weft.ops.schema import schema_of
+from weft.ops.schema import FORMULAS, schema_of
 from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind
 from weft.runtime.calls import Call
 from weft.runtime.groups import GROUPS
