@@ -1,4 +1,4 @@
-"""Prints and writes for the command line: consoles, progress bars, drawn spans, and paths that are checked before work starts."""
+"""Prints and writes for the command line: consoles, progress bars, lanes of spans. Checks paths before work starts."""
 
 from __future__ import annotations
 

@@ -197,7 +197,6 @@ def _write(
 
 
 def _explain_all(machine: Machine, plans: Sequence[LayerPlan], progress: Progress) -> dict[str, Explanation]:
-    """Explain the choice of each layer."""
     from weft.planner.explanation import explain_plan
 
     found = {}

@@ -332,7 +332,6 @@ class RankGroup:
         return self.fail(PeerLost(f"the store of the group is lost, and with it the process that hosts it ({why})"))
 
     def _start_relay(self) -> Relay:
-        """Start the relay that exchanges control segments with other nodes."""
         on_node, store = [peer for peer in self._peers if peer in self.ranks_on_node], self.open_store("relay")
         try:
             return Relay(

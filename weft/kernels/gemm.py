@@ -432,7 +432,6 @@ def gemm(
 
 
 def _b_descriptors(b: torch.Tensor, blocks: TileShape, transposed: bool, halves: bool) -> tuple[object, object]:
-    """Return the descriptors of b for whole tiles and for halves."""
     wide, narrow = blocks.n, blocks.n // 2
     if transposed:
         return _whole_and_half(b.t(), [wide, blocks.k], [narrow, blocks.k], halves)
@@ -442,7 +441,6 @@ def _b_descriptors(b: torch.Tensor, blocks: TileShape, transposed: bool, halves:
 def _added_descriptors(
     added: tuple[torch.Tensor, torch.Tensor], a_shape: list[int], blocks: TileShape, transposed: bool, halves: bool
 ) -> tuple[object, object, object]:
-    """Return the descriptors of a and b of the product that is added."""
     a, b = added
     return TensorDescriptor.from_tensor(a, a_shape), *_b_descriptors(b, blocks, transposed, halves)
 
@@ -515,6 +513,5 @@ def _store_descriptors(out: torch.Tensor, plan: Tables, half: list[int], halves:
 def _whole_and_half(
     matrix: torch.Tensor, shape: list[int], half: list[int], halves: bool
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return the descriptors of whole tiles and of halves of a matrix."""
     whole = TensorDescriptor.from_tensor(matrix, shape)
     return whole, TensorDescriptor.from_tensor(matrix, half) if halves else whole

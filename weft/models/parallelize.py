@@ -268,7 +268,6 @@ class _Within:
         return {module: why for module, why in whole.items() if why}
 
     def _check_experts(self, child: nn.Module, style: ExpertParallel) -> None:
-        """Raise ValueError for experts that the style refuses."""
         try:
             style.check(child, self.mesh)
         except ValueError as error:

@@ -273,7 +273,6 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _gradients_of(
     ctx: Any, grad: torch.Tensor, tables: Tables, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[list[torch.Tensor | None], torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of tables, weights and anchor."""
     sparse, needs_tables, needs_weights = ctx.options.sparse, any(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[3])
     # torch has no fakes of sparse tensors, so these do not go through the dispatcher.
     wanted = _Wanted(sparse, needs_tables, needs_weights)

@@ -451,14 +451,11 @@ def units(modules: Iterable[nn.Module], *, least_bytes: int = LEAST_BYTES) -> li
         raise ValueError("modules is empty; give those that are computed one after the other, as model.blocks has them")
     if least_bytes < 1:
         raise ValueError(f"least_bytes is {least_bytes}; it must be at least 1")
-    sizes = [sum(_here(each).numel() * each.element_size() for each in module.parameters()) for module in found]
+    # Only the parts of parameters count that other kinds of parallelism leave to this rank.
+    parts = [[each.to_local() if isinstance(each, DTensor) else each for each in module.parameters()] for module in found]
+    sizes = [sum(part.numel() * part.element_size() for part in own) for own in parts]
     places = _places(sizes, max(LEAST_UNITS, sum(sizes) // least_bytes))
     return [[module for _, module in unit] for _, unit in groupby(zip(places, found, strict=True), key=lambda each: each[0])]
-
-
-def _here(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter that other kinds of parallelism leave to this rank."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _places(sizes: Sequence[int], count: int) -> list[int]:

@@ -288,7 +288,6 @@ class CudaProgram(BoundProgram):
         ]
 
     def _address_of(self, region: Region) -> Address:
-        """Return the address of a region in a call."""
         key, buffer = (region.buffer, region.rank), self.schedule.buffer[region.buffer]
         item = self.dtype_of(region.buffer).itemsize
         pitch = buffer.cols[region.rank] * item

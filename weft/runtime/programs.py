@@ -194,7 +194,6 @@ class Programs:
             return pad(call, rows, self.rank_group.rank, self.rank_group.world_size)
 
     def _remove_padding(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
-        """Return the results without padding."""
         if known.rows:
             assert isinstance(call, MatmulCall)
             found = cut(found, call, self.rank_group.rank, self.rank_group.world_size)

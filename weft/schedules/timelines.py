@@ -76,11 +76,8 @@ def timeline(schedule: Schedule, *, ranks: Sequence[int] = (0,), width: int = 10
     shown = [line for line in lines if line.column in columns]
     drawn = _Drawing(schedule, columns, shown).text(width)
     late = [f"never: rank {n.column[0]}, {n.column[1]}: {n.text.strip()}"[:width] for n in never if n.column in columns]
-    return "\n".join([*_title(schedule, width), *drawn, *late])
-
-
-def _title(schedule: Schedule, width: int) -> list[str]:
-    return [f"{schedule.name}, chunks={schedule.chunks}: {schedule.problem}"[:width], ""]
+    title = f"{schedule.name}, chunks={schedule.chunks}: {schedule.problem}"[:width]
+    return "\n".join([title, "", *drawn, *late])
 
 
 class _Drawing:
@@ -348,7 +345,6 @@ def _segments(at: _At, step: SegmentCopies | GroupedGemm) -> list[Line]:
 
 
 def _ends(at: _At, step: SendReceive) -> tuple[End, ...]:
-    """Return the step's ends of messages."""
     rank, found = at.column[0], list[End]()
     for src, dst, sent in [*((rank, s.to, True) for s in step.sends), *((r.source, rank, False) for r in step.receives)]:
         found.append((src, dst, sent, at.sent[src, dst]))
@@ -357,7 +353,6 @@ def _ends(at: _At, step: SendReceive) -> tuple[End, ...]:
 
 
 def _messages(at: _At, step: SendReceive) -> list[Line]:
-    """Return lines for the messages that a step sends and receives."""
     sent = [(_region(at, send.src), f"to {send.to}") for send in step.sends]
     received = [(_region(at, receive.dst), f"from {receive.source}") for receive in step.receives]
     directions = (("send", sent), ("receive", received))

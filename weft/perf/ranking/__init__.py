@@ -104,7 +104,6 @@ def estimates(problem: Problem, machine: Machine, schedules: Iterable[str]) -> d
 
 
 def _estimate_us(rank: Rank, spec: str) -> float:
-    """Return the estimate of one schedule."""
     problem = rank.problem
     (name, count), op = parse(spec), problem.op
     chunks = 1 if name == "shard_p2p" else count or problem.world_size

@@ -52,7 +52,6 @@ class _CopyEngineCollective:
         return (2 if self.is_all_reduce and not self.into_result else 1) * (self.rank.node_ranks - 1)
 
     def estimate_us(self) -> float:
-        """Run all pieces. Return the time of the collective."""
         rank, sums_up, pieces = self.rank, self.problem.sums, len(self.piece_bytes)
         own_copy_us = local_copy_us(self.machine, rank.shard_rows * self.problem.itemsize)
         if not (sums_up or self.pulls):
@@ -93,7 +92,6 @@ class _CopyEngineCollective:
         return arrive_at_us
 
     def _add_up(self, index: int, arrive_at_us: list[float]) -> None:
-        """Add up the pieces of all ranks."""
         rank, piece_bytes = self.rank, self.piece_bytes[index]
         gbps = min(self.machine.gpu.hbm_gbps, self.problem.sms * self.machine.kernels.sm_gbps)
         self.sums.enqueue_wait(*arrive_at_us)

@@ -94,7 +94,6 @@ class _TileKernels:
         self._copies_begin_at_us = math.inf
 
     def piece_bytes(self, index: int) -> float:
-        """Return the bytes of a piece of a chunk."""
         return self.rank.shard_bytes * self.lengths[index] / self.rank.shard_rows
 
     def enqueue_kernel(self, pieces: Sequence[Piece], own_rows: Sequence[int]) -> tuple[GemmCost, float]:
@@ -124,7 +123,6 @@ class _TileKernels:
 
     @property
     def _load(self) -> CopyLoad:
-        """The load of the copies so far."""
         if self.family.scatter != "push_copies" or not self.lengths:
             return CopyLoad()
         return self.lanes.load(self.piece_bytes(0), begins_at_us=self._copies_begin_at_us)
@@ -158,7 +156,6 @@ class _TileKernels:
         self.arrive_at_us[piece] = self.lanes.enqueue_copy(distance, self.piece_bytes(index), signal=not pulls)
 
     def _chunk_arrives_at_us(self, index: int) -> float:
-        """Return when a chunk has arrived from all peers."""
         return max((self.arrive_at_us[index, distance] for distance in self.rank.distances), default=0.0)
 
     def enqueue_load_and_add(self) -> None:
