@@ -26,7 +26,7 @@ blocks  0 1 2 3 4 5 6 7 ...       in the order in which they are computed
 units   [------] [------] ...     all about the same size
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DistributedDataParallel compares its hook's annotations with types, not strings.
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -67,9 +67,6 @@ from weft.runtime.groups import GROUPS
 from weft.schedules.concurrent import PLAIN, Method, parse
 
 __all__ = ["ddp", "fsdp", "replicate", "units"]
-
-
-# No `from __future__ import annotations`: DistributedDataParallel compares its hook's annotations with types, not strings.
 
 
 def check_method(method: str, *, plain: str, without: Sequence[str], like: Sequence[str]) -> str:
@@ -152,7 +149,7 @@ def settings(module: nn.Module) -> dict[str, Any]:
     return {"bucket_cap_mb": bucket_mib, "gradient_as_bucket_view": True}
 
 
-def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp") -> Averaging:
+def ddp(model: DistributedDataParallel, *, method: str = "auto", key: str = "ddp") -> "Averaging":
     """Let weft average the model's gradients. Call it once for each model, before the first backward pass.
 
     This replaces the model's own averaging. The gradients are the same, except that copy engines add in another order.
@@ -355,7 +352,7 @@ class _ForwardHooks:
     register_fsdp_forward_method registers. Forward hooks do not see such calls, so `enter` handles them.
     """
 
-    def __init__(self, method: Method, gathered: GatherOrder) -> None:
+    def __init__(self, method: Method, gathered: "GatherOrder") -> None:
         self._method, self._gathered = method, gathered
 
     def forward(self, module: nn.Module, args: Any) -> None:
