@@ -54,8 +54,8 @@ from benchmarks import measure
 from benchmarks.measure import alarm, append, parser, release, row, say, start, stop, together
 from benchmarks.rows import Row
 from weft.overlap.concurrent.choice import ConcurrentChoice
-from weft.overlap.hooks.data_parallel import METHODS as DDP_METHODS
-from weft.overlap.hooks.data_parallel import Averaging, settings
+from weft.overlap.hooks import METHODS as DDP_METHODS
+from weft.overlap.hooks import Averaging, settings
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_gpt import Gpt, replicated, sharded

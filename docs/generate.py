@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import weft
-from weft.cli.gantt import gantt
+from weft.cli.output import gantt
 from weft.core import machine
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, LOOKUP_OPS, OPS, ColumnProblem, Op, Problem

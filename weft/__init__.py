@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from weft.core import __version__
 from weft.core.lazy import lazy_names
-from weft.core.version import __version__
 
 if TYPE_CHECKING:
     from weft import models as models
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
     from weft.core.machine import Machine
     from weft.core.problem import CollectiveProblem, LookupProblem, Problem
-    from weft.models.expert_parallel import ExpertParallel
+    from weft.models.experts import ExpertParallel
     from weft.models.inductor import CompilePass
     from weft.models.parallelize import parallelize
     from weft.models.styles import ColwiseParallel, RowwiseParallel, SequenceParallel, SharedInput
@@ -66,7 +66,7 @@ _HOMES = {
     "CollectiveProblem": "core.problem",
     "ColwiseParallel": "models.styles",
     "CompilePass": "models.inductor",
-    "ExpertParallel": "models.expert_parallel",
+    "ExpertParallel": "models.experts",
     "LookupProblem": "core.problem",
     "Machine": "core.machine",
     "PeerLost": "core.errors",

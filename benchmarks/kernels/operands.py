@@ -7,8 +7,7 @@ from itertools import pairwise
 import torch
 
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
-from weft.kernels.gemm import Tables, tables
-from weft.kernels.shapes import blocks_for
+from weft.kernels.gemm import Tables, blocks_for, tables
 from weft.perf.shapes import TileShape
 from weft.runtime.choose import nearest_profile
 from weft.schedules.builder import aligned_slices

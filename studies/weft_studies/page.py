@@ -12,9 +12,8 @@ from typing import Any
 
 from weft.report.charts import Charts, chart_panel, timeline_panel
 from weft.report.charts import Figure as Drawn
-from weft.report.html import Html, table, tag
 from weft.report.page import document, facts_list, write_page
-from weft.report.tables import Column, ReportTable
+from weft.report.tables import Column, Html, ReportTable, table, tag
 from weft_studies.figures import Figure, Unit
 from weft_studies.study import Chart, Done, PointChart, StudyTable, TimelineChart, tables, words
 

@@ -30,7 +30,7 @@ from weft.core.problem import (
     split,
 )
 from weft.schedules import names
-from weft.tools.run_scaled import ScaledInputs
+from weft.tools.run_inputs import ScaledInputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Layout = Literal["plain", "transposed", "padded", "strided"]

@@ -31,7 +31,7 @@ from unittest import mock
 
 import weft
 from weft.core import codec
-from weft.core.logs import LOGGER
+from weft.core.errors import LOGGER
 from weft.core.machine import Machine
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule

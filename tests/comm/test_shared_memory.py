@@ -15,8 +15,7 @@ import pytest
 from single_process_ranks import rank_groups, wait_for
 
 from weft.comm import shared_memory
-from weft.comm.processes import died, process_namespace, process_start
-from weft.comm.shared_memory import SharedSegment, remove_stale_segments
+from weft.comm.shared_memory import SharedSegment, died, process_namespace, process_start, remove_stale_segments
 from weft.core.errors import PeerLost
 
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from weft.compat import dtensors, streams
+from weft.compat import TESTED, dtensors, minor, streams, warn_of_untested_versions
 from weft.compat.c10d import (
     LIVING_GROUPS,
     FlatCollectives,
@@ -76,7 +76,6 @@ from weft.compat.dispatch import (
 from weft.compat.dtensors import differentiable_dtensor_of, dtensor_of, local_tensor_of, run_first, spec_of
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
 from weft.compat.streams import Driver
-from weft.compat.versions import TESTED, minor, warn_of_untested_versions
 from weft.runtime.groups import GROUPS
 
 ROOT = Path(__file__).parents[2]

@@ -23,7 +23,7 @@ from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem, ColumnProblem, 
 from weft.core.schedule import Bags, Collective, Copy, Gemm, Part, Push, Reduce, Region, Schedule, SendReceive, Step, waits
 from weft.core.work import region_bytes
 from weft.perf import run
-from weft.perf.lookups import gathered_bytes
+from weft.perf.terms import gathered_bytes
 from weft.schedules import FAMILIES
 
 every_family = pytest.mark.parametrize(

@@ -22,9 +22,9 @@ import weft_studies.t3.system as t3
 from weft.core import codec, machine
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
 from weft.core.schedule import Schedule
-from weft.planner.losses import Signature, signature
 from weft.planner.models import load_model, preset_names
 from weft.planner.models.values import Model
+from weft.planner.simulated import Signature, signature
 from weft.planner.values import Plan
 from weft.runtime.plan_cache import Cache, Entry, Key, digest_of_families
 from weft.tools.results import Run

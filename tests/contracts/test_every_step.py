@@ -51,7 +51,7 @@ from weft.runtime.bindings import Where
 from weft.runtime.bound import KERNELS
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import CopyLaunch, FlagOperations, KernelLaunch, Launch, TorchLaunch, WaiterWords
-from weft.schedules.timelines.lines import LINES
+from weft.schedules.timelines import LINES
 
 EXAMPLES: dict[type, tuple[Op, str, tuple[int, ...]]] = {
     Wait: ("all_gather_matmul", "shard_p2p", ()),

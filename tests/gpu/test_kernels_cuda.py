@@ -157,7 +157,7 @@ def test_words() -> None:
 def test_lookup_and_its_backward(dtype: torch.dtype, mean: bool) -> None:
     """Odd and wide columns, bags of none and of many, indices that no table has; then the rows' gradients."""
     from weft.kernels.lookup import OutputPlace, lookup, lookup_tables
-    from weft.kernels.places import locate_indices, sort_indices
+    from weft.kernels.tables import locate_indices, sort_indices
     from weft.kernels.update import update, weight_gradients
 
     torch.manual_seed(0)

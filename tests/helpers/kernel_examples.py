@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 import triton.language as tl
 
-from weft.core.capabilities import Capabilities
 from weft.core.experts import FARTHEST, REFUSED
+from weft.core.hardware import Capabilities
 from weft.core.problem import Op, Problem, Scaling, split
 from weft.kernels import (
     all_reduce,

@@ -15,8 +15,8 @@ from devices import H200
 
 from weft.comm import symmetric_heap
 from weft.comm.control import ControlSegment
-from weft.comm.processes import process_start
 from weft.comm.rank_group import RankGroup
+from weft.comm.shared_memory import process_start
 from weft.compat.streams import Word
 from weft.core.machine import load
 from weft.runtime import cuda_resources

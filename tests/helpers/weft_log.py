@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.core.logs import LOGGER, warn_once
+from weft.core.errors import LOGGER, warn_once
 
 
 class _Messages(logging.Handler):

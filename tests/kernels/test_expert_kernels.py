@@ -16,8 +16,7 @@ from rank_pools import interpreted_ranks, on_ranks
 from torch.distributed.tensor.parallel import parallelize_module
 
 import weft
-from weft.models.expert_parallel import _activation
-from weft.models.experts import Experts, Routing
+from weft.models.experts import Experts, Routing, _activation
 from weft.ops.experts import swiglu
 from weft.ops.ragged_all_to_all import ragged_gated
 from weft.runtime.ragged import room

@@ -15,15 +15,14 @@ import torch
 from devices import BLOCK_OF_H200
 from rank_pools import on_ranks
 
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 from weft.core.machine import load
 from weft.core.problem import FLOAT8, RECIPES, SCALE_BLOCK, Problem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from weft.kernels.gemm import fits
-from weft.kernels.shapes import blocks_for
+from weft.kernels.gemm import blocks_for, fits
 from weft.perf.shapes import FP8_SHAPES, PROMOTED_SHAPES, shapes_for
 
 E4M3, E5M2 = (getattr(torch, name) for name in FLOAT8)
@@ -103,7 +102,7 @@ def launch(
 ) -> tuple[list[int], Any]:
     """Run the kernel, interpreted. words: of flags, by index. Returns its status, and the tiles' shape."""
     from weft.kernels import gemm as kernel
-    from weft.kernels.shapes import INTERPRETED_FP8
+    from weft.kernels.gemm import INTERPRETED_FP8
 
     flags = torch.zeros(64, dtype=torch.int32) if words is None else words
     plan = kernel.tables(

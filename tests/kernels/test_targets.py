@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 import weft.kernels
 from weft.compat.device import capabilities
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 
 GPU = torch.device("cuda")
 REPORTED = {"sm_80": devices.A100, "sm_90": devices.H200, "sm_100": devices.B200, "gfx942": devices.MI300X}

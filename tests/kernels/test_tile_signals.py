@@ -16,8 +16,7 @@ from weft.core.schedule import Flag, Gemm, Part, Region
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from weft.kernels.scattered import index_tiles
-from weft.kernels.shapes import blocks_for
+from weft.kernels.gemm import blocks_for, index_tiles
 from weft.perf.shapes import SHAPES
 
 
@@ -59,7 +58,7 @@ def test_tiles_are_stored_where_they_belong_and_counted_once(added: bool) -> Non
     added: another product, of a greater depth, is added.
     """
     from weft.kernels import gemm as kernel
-    from weft.kernels.shapes import INTERPRETED
+    from weft.kernels.gemm import INTERPRETED
     from weft.perf.shapes import tiles_of
 
     torch.manual_seed(0)

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.core.errors import PeerLost
-from weft.models import repeated
+from weft.models import products
 from weft.models.linear import SharedInputLinears
-from weft.models.repeated import RepeatedProduct
+from weft.models.products import RepeatedProduct
 from weft.runtime.groups import GROUPS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -81,19 +81,19 @@ def _three_sequences() -> list[int]:
     alone: Any = Block()
     model = parallelize_module(copy.deepcopy(alone), mesh(), wefts())
     x = drawn(3, 12, 6, seed=1)
-    counts, record = [0], repeated.make_recorded
+    counts, record = [0], products.make_recorded
 
     def counting(*arguments: Any) -> Any:
         counts[-1] += 1
         return record(*arguments)
 
-    repeated.make_recorded = counting
+    products.make_recorded = counting
     try:
         for _ in range(3):
             step(model, mine(x))
             counts.append(0)
     finally:
-        repeated.make_recorded = record
+        products.make_recorded = record
     step(alone, x)
     assert_close(gradients(model), {name: p.grad for name, p in alone.named_parameters()})
     return counts

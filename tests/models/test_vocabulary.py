@@ -13,8 +13,8 @@ from rank_pools import on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from weft.models.decoder_tokens import shard_embedding, why_not_embedding
 from weft.models.linear import Distributor
-from weft.models.vocabulary import shard_embedding, why_not_embedding
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300)]
 ROWS = (9, 7, 4, 1)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import weft
 from weft.ops import all_reduce, all_to_all, collective, column_parallel, embedding, experts, tensor_parallel  # noqa: F401
 from weft.ops.column_parallel import column_parallel_linears
-from weft.ops.flops import FORMULAS
+from weft.ops.schema import FORMULAS
 
 M, K, N = 8, 32, 64
 Tensor = torch.Tensor

@@ -20,7 +20,7 @@ from weft.comm.shared_memory import SharedSegment, unlink
 from weft.core.errors import RankMismatch
 from weft.core.problem import COLLECTIVE_OPS, CollectiveProblem
 from weft.core.schedule import Collective
-from weft.overlap.collectives.calls import check_overlap
+from weft.overlap.collectives import check_overlap
 from weft.runtime import collective_calls
 from weft.runtime.bindings import Bindings
 from weft.runtime.collective_calls import affordable

@@ -23,7 +23,6 @@ from weft.overlap.controls import (
     give_back,
     lane_priority,
     launch_order,
-    nccl,
     nccl_group,
     residency,
     sm_budget,
@@ -376,7 +375,7 @@ def test_groups_where_there_is_no_nccl(world: list[dict[str, Any]], monkeypatch:
     monkeypatch.delattr(dist, "ProcessGroupNCCL")
     with pytest.raises(ValueError, match="built without NCCL"):
         nccl_group()
-    monkeypatch.setattr(nccl.dist, "get_backend_config", lambda group: "gloo")
+    monkeypatch.setattr(budget.dist, "get_backend_config", lambda group: "gloo")
     with pytest.raises(ValueError, match="group has the backends gloo"):
         nccl_group()
     monkeypatch.setattr(dist, "is_initialized", lambda: False)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from weft.overlap.hooks import units
-from weft.overlap.hooks.fully_sharded import LEAST_BYTES, LEAST_UNITS
+from weft.overlap.hooks import LEAST_BYTES, LEAST_UNITS, units
 
 
 def blocks(*kib: int) -> list[nn.Module]:

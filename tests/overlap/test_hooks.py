@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.problem import CollectiveProblem
+from weft.overlap import hooks
 from weft.overlap.concurrent import ConcurrentChoice
 from weft.overlap.concurrent.executor import Program, program_of
-from weft.overlap.hooks import data_parallel
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -128,7 +128,7 @@ def _left_free(ends: tuple[bool, ...]) -> list[str]:
     )
     calls: Any = SimpleNamespace(find_program=_program, get_executor=lambda device: executor)
     choice = ConcurrentChoice(key="k", method="nccl+ctas=3+left=4")
-    steps = data_parallel.Averaging(calls, choice, torch.device("cpu"), cast(dist.ProcessGroup, dist.group.WORLD))
+    steps = hooks.Averaging(calls, choice, torch.device("cpu"), cast(dist.ProcessGroup, dist.group.WORLD))
     steps.use_method(choice.method)
     for whole in ends:
         for at in range(1 + whole):

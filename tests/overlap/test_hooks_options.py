@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import weft
-from weft.overlap.hooks.fully_sharded import GatherOrder
+from weft.overlap.hooks import GatherOrder
 from weft.schedules.concurrent import parse
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft.compat.device import capabilities
-from weft.core import capabilities as known
+from weft.core import hardware as known
 from weft.core import machine
 from weft.core.machine import codec
 from weft.core.problem import Problem, Scaling

@@ -11,7 +11,7 @@ from weft.core.schedule import Gemm
 from weft.schedules import build
 
 pytest.importorskip("triton", reason="Triton is not installed")
-from weft.kernels.shapes import blocks_for
+from weft.kernels.gemm import blocks_for
 from weft.perf.shapes import SHAPES, tiles_of
 
 GPU = torch.device("cuda")

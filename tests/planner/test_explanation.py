@@ -21,7 +21,7 @@ from weft.perf import run
 from weft.perf.ranking import estimates
 from weft.planner import heuristic, plan
 from weft.planner.explanation import Explanation, explain_plan
-from weft.planner.losses import Signature
+from weft.planner.simulated import Signature
 from weft.planner.words import us
 from weft.schedules import build, parse
 

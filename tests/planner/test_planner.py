@@ -20,8 +20,7 @@ from weft.core.span import total_us
 from weft.perf import run, simulate
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner import Candidate, Plan, plan
-from weft.planner.choose import MAX_SIMULATED
-from weft.planner.explain import Option, explain
+from weft.planner.choose import MAX_SIMULATED, Option, why_chosen
 from weft.planner.explanation import explain_plan
 from weft.planner.words import us
 from weft.schedules import build, parse
@@ -98,7 +97,7 @@ FIXED = (
 
 @pytest.mark.parametrize(("problem", "slow", "fast", "words"), FIXED, ids=[slow for _, slow, _, _ in FIXED])
 def test_fixed_costs_are_what_is_saved_without_them(problem: Problem, slow: str, fast: str, words: str) -> None:
-    from weft.planner.losses import without_fixed_costs
+    from weft.planner.simulated import without_fixed_costs
 
     options, saved = [], []
     for text in (fast, slow):
@@ -110,7 +109,7 @@ def test_fixed_costs_are_what_is_saved_without_them(problem: Problem, slow: str,
         options.append(
             Option(schedule, Candidate(schedule=schedule.name, chunks=schedule.chunks, predicted_us=predicted_us, **no_times))
         )
-    why = explain(problem, H200, options, options[0].predicted_us, asked=False)
+    why = why_chosen(problem, H200, options, options[0].predicted_us, asked=False)
     said = re.search(r"since (\S+) us of its time are fixed costs, not (\S+) \(a rank has (.*)\)\.", why)
     assert said is not None, why
     assert said.groups() == (us(saved[1]), us(saved[0]), words)

@@ -9,7 +9,7 @@ from weft.core.machine import load
 from weft.core.problem import LookupProblem, Op, Problem
 from weft.perf import run
 from weft.perf.terms import whole_collective_us, whole_gemm_us
-from weft.planner.losses import Signature, signature, without_communication, without_computation
+from weft.planner.simulated import Signature, signature, without_communication, without_computation
 from weft.schedules import build, names, parse
 
 H200 = load("h200x8")

@@ -10,7 +10,7 @@ from weft.core import machine
 from weft.core.problem import Problem
 from weft.perf import run
 from weft.planner.explanation import explain
-from weft.planner.losses import taxes
+from weft.planner.simulated import taxes
 from weft.schedules import build
 
 H200 = machine.load("h200x8")

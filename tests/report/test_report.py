@@ -17,7 +17,7 @@ from report_run import HOSTILE, LANES, SPEEDS, layer, make_run
 from weft.core.span import Span
 from weft.report import write_report
 from weft.report.charts import SHOWN_RANKS, legend_of, timeline
-from weft.report.html import json_script
+from weft.report.tables import json_script
 from weft.tools.results import Run
 
 LOADING = {"src", "srcset", "href", "data", "action", "poster", "background"}

@@ -230,7 +230,7 @@ def test_a_rank_that_is_late_to_map_hears_who_was_lost(fresh: Ranks) -> None:
 def test_what_a_dead_creator_left_is_reaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder of its own: in /dev/shm groups of another run of tests reap, too, and leave what there is to reap."""
     from weft.comm import shared_memory
-    from weft.comm.processes import process_namespace
+    from weft.comm.shared_memory import process_namespace
 
     monkeypatch.setattr(shared_memory, "SHM", tmp_path)
     stale = tmp_path / f"weft-{process_namespace()}-999999999-1-0123456789abcdef-data"

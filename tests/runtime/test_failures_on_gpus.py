@@ -22,7 +22,7 @@ from weft.comm.control import NOTIFIED
 from weft.comm.rank_group import RankGroup
 from weft.core.errors import PeerLost, WaitTimeout, WeftError
 from weft.core.problem import Problem
-from weft.overlap.collectives import calls
+from weft.overlap import collectives
 from weft.runtime import cuda_resources, watchdog
 from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import PLAIN, MatmulCall
@@ -281,7 +281,7 @@ def test_what_a_collective_uses_is_kept_from_others_also_if_it_raises(monkeypatc
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with pytest.raises(PeerLost):
-        calls._begin_on("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
+        collectives._begin_on("world", cast(Any, SimpleNamespace(a=a, out=out, device=None)), cast(Any, stream))
     assert recorded == [("a", stream), ("out", stream)]
 
 
@@ -466,7 +466,7 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(calls[0]))
 
     def raises() -> None:
-        calls.extend(ranks.resources.watchdog.pending)
+        collectives.extend(ranks.resources.watchdog.pending)
         raise MemoryError("planted")
 
     with pytest.raises(MemoryError), ranks.rank_group.fail_group_on_error():

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weft.core import logs
+from weft.core import errors
 from weft.core.problem import Problem
 from weft.core.schedule import Gemm
 from weft.runtime.bindings import Bindings, Where
@@ -40,7 +40,7 @@ def _bindings(kernel: Any, *, contiguous: bool) -> Bindings:
 
 
 def test_operands_that_the_kernel_cannot_load_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    logs.warn_once.cache_clear()
+    errors.warn_once.cache_clear()
     for _ in range(2):
         kernel = _gemm()
         for _ in range(2):
@@ -51,7 +51,7 @@ def test_operands_that_the_kernel_cannot_load_are_logged_once(caplog: pytest.Log
 
 
 def test_operands_that_it_can_load_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    logs.warn_once.cache_clear()
+    errors.warn_once.cache_clear()
     kernel = _gemm()
     assert kernel.runs(_bindings(kernel, contiguous=True))
     assert not caplog.records

@@ -16,7 +16,7 @@ from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Lane, Region, Schedule, Signal, Step, UserCall, regions
 from weft.core.span import total_us
 from weft.overlap.concurrent.executor import CollectivePart, Program, program_of
-from weft.planner.shortlist import AT_MOST, shortlist
+from weft.planner.choose import AT_MOST, shortlist
 from weft.schedules import collectives
 from weft.schedules.builder import Request
 from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, Method, build, candidates, family, parse

@@ -11,8 +11,7 @@ from damage import with_step
 from weft.core.problem import Problem
 from weft.core.schedule import Wait
 from weft.schedules import build
-from weft.schedules.timelines import timeline
-from weft.schedules.timelines.lines import Line, OpenLane, Placer
+from weft.schedules.timelines import Line, OpenLane, Placer, timeline
 
 GATED = """\
 flag_gated, chunks=1: all_gather_matmul M=4 N=4 K=4 bfloat16 world_size=2

@@ -17,7 +17,7 @@ from weft.core.machine import load as load_machine
 from weft.core.problem import Problem
 from weft.perf import engine
 from weft.perf.ranking import estimates
-from weft.planner.losses import signature, without_computation
+from weft.planner.simulated import signature, without_computation
 from weft.schedules import build
 from weft_studies.ficco import evaluation as studies
 from weft_studies.ficco.evaluation import (

@@ -121,7 +121,6 @@ class Memory:
             fragment.content, fragment.writer, fragment.readers = None, node, []
 
     def _cut(self, place: Rect, rect: Rect, node: int, ancestors: int) -> None:
-        """Cut `rect` out of the fragment at `place`."""
         fragment = self.fragments[place]
         del self.fragments[place]
         self._check_write(fragment, rect, node, ancestors)

@@ -15,19 +15,123 @@ call must happen after every node that lowers the first call's signal.
 
 A wait depends only on signals of its own call or of earlier calls. So a lane that gets stuck does so in every order of
 execution, in the first call. That is a deadlock, and its message follows who waits for whom until the cycle closes.
+
+The n-th message that a rank sends to another is the n-th that the other receives from it, counted over all calls. A step with
+messages ends once the other end of each message has begun, because NCCL may keep a sender waiting until then. It does not
+always do so. So nothing of the receiver is known to happen before a sender's end. All ancestors of the sender's begin, and its
+read, happen before a receiver's end.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from functools import reduce
 from operator import or_
+from typing import NamedTuple
 
-from weft.checker.deadlock import StuckLane, deadlock
-from weft.checker.effects import Effects
-from weft.checker.mail import Leg, Mail
+from weft.checker.content import Cells
+from weft.checker.effects import At, Effects
 from weft.checker.memory import Conflict
 from weft.checker.program import Action, CompiledSchedule, Do, Op, Place, ScheduleError
+
+LanePlace = tuple[int, int]
+"""A rank and a lane."""
+
+
+class StuckLane(NamedTuple):
+    """The position of a stuck lane: the step, its part, and the flag that it waits for (-1 for a collective or messages)."""
+
+    position: int
+    part: int
+    flag: int
+
+
+def deadlock(program: CompiledSchedule, stuck: dict[LanePlace, StuckLane]) -> str:
+    """Return the cycle among stuck lanes as a sentence."""
+    here, path, lines = min(stuck), list[LanePlace](), list[str]()
+    while here not in path:
+        path.append(here)
+        what, then = _awaited(program, stuck, here)
+        owner = f"rank {then[0]}, lane {program.schedule.ranks[then[0]][then[1]].name}"
+        lines.append(f"{program.where(*here, *stuck[here][:2])} waits for {what}, which needs {owner}")
+        here = then
+    return "deadlock: " + "; ".join(lines[path.index(here) :])
+
+
+def _awaited(program: CompiledSchedule, stuck: dict[LanePlace, StuckLane], here: LanePlace) -> tuple[str, LanePlace]:
+    """Return the text of what `here` waits for, and the lane that should let it continue.
+
+    If that lane has ended its call, return another stuck lane of its rank.
+    """
+    position, part, flag = stuck[here]
+    if flag >= 0:
+        owner = program.owners[flag]
+        assert owner is not None
+        what, (rank, index) = f"a signal of {program.flags[flag]}", owner
+    else:
+        op = program.ops[here[0]][here[1]][position]
+        if op.do is Do.MESSAGES:
+            rank = op.messages[part][1]
+            what = f"rank {rank} to begin its end of message {part}"
+        else:
+            arrived = {r for (r, i), lane in stuck.items() if program.ops[r][i][lane.position].do is Do.COLLECTIVE}
+            rank = next(r for r in range(len(program.ops)) if r not in arrived)
+            what = "all ranks to start it"
+        index = next((i for i, ops in enumerate(program.ops[rank]) if any(one.do is op.do for one in ops)), -1)
+    return what, (rank, index) if (rank, index) in stuck else min(place for place in stuck if place[0] == rank)
+
+
+Pair = tuple[int, int]
+"""A sender and a receiver."""
+
+
+class Leg(NamedTuple):
+    """One end of message `number` of a pair of ranks."""
+
+    pair: Pair
+    number: int
+    sent: bool
+    action: Action
+    at: At
+
+
+class Posted(NamedTuple):
+    """A sent message: its cells, and the ancestors of the send, including the read."""
+
+    action: Action
+    cells: Cells
+    behind: int
+
+
+class Mail:
+    """All messages of all pairs of ranks."""
+
+    def __init__(self) -> None:
+        self.posted: defaultdict[Pair, list[Posted]] = defaultdict(list)
+        self.awaited: defaultdict[Pair, int] = defaultdict(int)
+
+    def begin(self, effects: Effects, at: At, action: Action, *, sent: bool, peer: int, ancestors: int) -> Leg:
+        """Begin one end of a message. A sender reads its data."""
+        pair = (at[0], peer) if sent else (peer, at[0])
+        number = len(self.posted[pair]) if sent else self.awaited[pair]
+        if sent:
+            cells, behind = effects.post(action, at, ancestors)
+            self.posted[pair].append(Posted(action, cells, behind))
+        else:
+            self.awaited[pair] += 1
+        return Leg(pair, number, sent, action, at)
+
+    def is_complete(self, leg: Leg) -> bool:
+        """Return whether the other end has begun."""
+        return (self.awaited[leg.pair] if leg.sent else len(self.posted[leg.pair])) > leg.number
+
+    def end(self, effects: Effects, leg: Leg, ancestors: int) -> int:
+        """End one end of a message, and return the new ancestors of its lane. A receiver writes its data."""
+        post = self.posted[leg.pair][leg.number]
+        if leg.sent:
+            return post.behind
+        return effects.deliver(leg.action, leg.at, ancestors | post.behind, post.action, post.cells)
+
 
 _WAIT, _SIGNAL, _WORK, _MESSAGES = Do.WAIT, Do.SIGNAL, Do.WORK, Do.MESSAGES
 

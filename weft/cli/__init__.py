@@ -25,8 +25,8 @@ import typer
 from typer.core import TyperGroup
 
 from weft.cli import listings, machine, plan, run, simulate
+from weft.core import __version__
 from weft.core.errors import WeftError
-from weft.core.version import __version__
 
 
 class _Commands(TyperGroup):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import choices, output
-from weft.cli.gantt import gantt
-from weft.cli.output import Progress, progress_bar
+from weft.cli.output import Progress, gantt, progress_bar
 from weft.core import codec
 from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
 from weft.planner.models import choose_expert_calls, config_path
@@ -198,7 +197,6 @@ def _write(
 
 
 def _explain_all(machine: Machine, plans: Sequence[LayerPlan], progress: Progress) -> dict[str, Explanation]:
-    """Explain the choice of each layer."""
     from weft.planner.explanation import explain_plan
 
     found = {}

@@ -109,7 +109,6 @@ def _require_outputs(json: Path | None, report: Path | None, trace: Path | None)
 
 
 def _describe_steps(model: str, layers: int, schedule: str, machine: Machine, ranks: str) -> str:
-    """Return the text that describes the steps of the command before it runs them."""
     chosen = "a schedule that weft's planner chooses" if schedule == "auto" else f"the schedule {schedule}"
     return (
         "weft hides communication between GPUs behind computation. "
@@ -121,7 +120,6 @@ def _describe_steps(model: str, layers: int, schedule: str, machine: Machine, ra
 
 
 def _print_results(run: Run) -> None:
-    """Print the predictions, what ran, and the verdict."""
     out = output.console()
     if not run.layers:
         return
@@ -150,7 +148,6 @@ def _print_titled(out: Console, table: ReportTable) -> None:
 
 
 def _print_verdict(out: Console, run: Run) -> None:
-    """Print whether the schedules are proved, and whether the results are right."""
     for note in unpredicted_notes(run):
         out.print(note)
     wrong = [layer.name for layer in run.layers if not layer.ok]

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli import choices, output
-from weft.cli.gantt import gantt
-from weft.cli.output import progress_bar
+from weft.cli.output import gantt, progress_bar
 from weft.core import codec
 from weft.report.tables import lanes_table, losses_table, simulation_table
 

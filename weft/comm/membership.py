@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from weft.comm.control import CONTROL_BYTES
 from weft.comm.handshake import handshake
-from weft.comm.processes import died, node_label, process_start
-from weft.comm.shared_memory import SHM, SharedSegment, remove_stale_segments, unlink
+from weft.comm.shared_memory import SHM, SharedSegment, died, node_label, process_start, remove_stale_segments, unlink
 from weft.core.errors import PeerLost
 
 DEFAULT_TIMEOUT_S = 60.0

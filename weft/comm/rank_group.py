@@ -53,11 +53,10 @@ from weft.comm.control import (
     RUNNING,
     TEXT_BYTES,
     ControlSegment,
+    Relay,
 )
 from weft.comm.membership import join
-from weft.comm.processes import died
-from weft.comm.relay import Relay
-from weft.comm.shared_memory import PREFIX, SharedSegment, remove_stale_segments, unlink
+from weft.comm.shared_memory import PREFIX, SharedSegment, died, remove_stale_segments, unlink
 from weft.comm.texts import Remembered, clipped, difference, kind_and_words, reason
 from weft.compat.c10d import living_groups, refusal_of_store, store_of
 from weft.core.errors import PeerLost, RankMismatch, WaitTimeout, WeftError
@@ -333,7 +332,6 @@ class RankGroup:
         return self.fail(PeerLost(f"the store of the group is lost, and with it the process that hosts it ({why})"))
 
     def _start_relay(self) -> Relay:
-        """Start the relay that exchanges control segments with other nodes."""
         on_node, store = [peer for peer in self._peers if peer in self.ranks_on_node], self.open_store("relay")
         try:
             return Relay(

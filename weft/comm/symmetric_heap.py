@@ -110,7 +110,6 @@ class Allocation(ABC):
 
     @cached_property
     def _by_rank(self) -> tuple[torch.Tensor, ...]:
-        """Return every rank's bytes."""
         others = ((rank, self.view(rank, 0, 1, self.nbytes, torch.uint8)[0]) for rank in self.ranks)
         return tuple(self.local if rank == self.rank else theirs for rank, theirs in others)
 

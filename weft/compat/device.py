@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 
 INTERPRETER = Capabilities(sms=1, shared_bytes=1 << 30, tma=False)
 """The capabilities of a CPU, where Triton's interpreter runs kernels and any tile fits."""

@@ -247,7 +247,6 @@ def _named(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _modules_of(group: Any) -> set[nn.Module]:
-    """Return the modules whose parameters a group has."""
     return {parameter._module_info.module for parameter in group.fsdp_params}
 
 

@@ -30,7 +30,6 @@ MAX_TEXT_CHARACTERS = 1000
 
 @functools.cache
 def _get_hints(cls: type) -> dict[str, Any]:
-    """Return the type hints of the fields of a class."""
     return typing.get_type_hints(cls)
 
 

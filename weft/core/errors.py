@@ -1,7 +1,13 @@
-"""The errors of distributed runs. A mistake in a call is a ValueError; these errors concern other ranks and timeouts."""
+"""How weft reports what went wrong: the errors of distributed runs, and the logger of the library.
+
+A mistake in a call is a ValueError; these errors concern other ranks and timeouts. weft prints nothing: a program that
+configures `logging` decides what is shown and where.
+"""
 
 from __future__ import annotations
 
+import logging
+from functools import lru_cache
 from typing import Any
 
 
@@ -27,3 +33,14 @@ class PeerLost(WeftError):
 class WaitTimeout(WeftError):
     """A wait timed out. The message has the rank, lane, step and flag, its expected and actual value, and the rank that should
     have signalled it."""
+
+
+LOGGER = logging.getLogger("weft")
+_REMEMBERED = 1024
+"""A process remembers this many warnings and does not repeat them."""
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def warn_once(text: str) -> None:
+    """Log a warning about a fallback or a choice, with its reason, the first time that it has this text."""
+    LOGGER.warning(text)

@@ -1,6 +1,8 @@
 """The parts of a machine and their numbers: GPU, copy engines, stores, kernels, links, network, collectives.
 
-weft.core.machine has the whole, and says what its numbers may be.
+weft.core.machine has the whole, and says what its numbers may be. Tile shapes and launches are chosen from a GPU's
+Capabilities: a launch asks the device for them (weft.compat.device), a prediction reads the machine's profile, and a test
+passes its own. No choice depends on a GPU's name.
 """
 
 from __future__ import annotations
@@ -12,7 +14,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from weft.core.capabilities import Capabilities
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """The capabilities of one GPU.
+
+    sms: the number of streaming multiprocessors, or compute units.
+    shared_bytes: the most shared memory that one block may ask for.
+    matrix_16bit: the GPU has matrix units for 16-bit operands.
+    tma: the hardware loads and stores tensor descriptors asynchronously.
+    exact_fp8: the matrix units sum products of FP8 operands in float32. Those of Hopper keep about 14 bits.
+    warp: the number of threads in a warp.
+    """
+
+    sms: int
+    shared_bytes: int
+    matrix_16bit: bool = True
+    tma: bool
+    exact_fp8: bool = False
+    warp: int = 32
+
 
 Topology = Literal["switch", "mesh", "ring", "pcie"]
 LEAST, MOST = 1e-12, 1e15
@@ -61,7 +82,7 @@ class Gpu:
     hbm_gbps: the rate of reads and writes together. burst_bytes: the unit in which memory is read.
     gather_share: the rate of gathering rows over the rate of a copy. It is above 1 where reading alone is faster than a copy.
     l2_bytes, l2_gbps: the size of the whole last-level cache, and the rate at which kernels read it, if known.
-    shared_bytes, tma, matrix_16bit, exact_fp8: what a block of weft's own GEMM kernel may use (weft.core.capabilities), and so
+    shared_bytes, tma, matrix_16bit, exact_fp8: what a block of weft's own GEMM kernel may use (weft.core.hardware), and so
         which tile shapes it has. Without shared_bytes, as for a simulated GPU, it has the library's tiles.
     burst_us, sustained: after matmuls have kept the GPU busy for burst_us within a call, its power limit reduces their rate by
         the factor `sustained`. If both are None, they run at full rate throughout.

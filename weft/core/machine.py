@@ -93,13 +93,13 @@ class Machine:
     wake_us: the time from a signal to the next step of the copy lane that waited for it, if it waited longer than that. None
         for 0.
     fork_us: the time to start the lanes besides the compute lane, and from a copy lane back to it, if measured.
-    stages: library matmuls and collectives are called through torch, with the staging around them (weft.perf.staging).
+    stages: library matmuls and collectives are called through torch, with the staging around them (weft.perf.transfers).
     collectives: NCCL's collectives by name. all_to_all may be missing, and then costs as much as all_gather. all_reduce may be
         missing, and then is a reduce_scatter and an all_gather.
     collective_sms: the SMs that an NCCL collective occupies. None for as many as stores.sms.
     contention: the slowdown of the first during the second ("gemm during copy"), if known. The simulator uses those of GEMMs
         and copies, of copies at the full rate, and of a user's computation and collectives (weft.perf.concurrent).
-    slow_lookups: lookups and concurrent kernels that copy rows slow each other (weft.perf.lookups).
+    slow_lookups: lookups and concurrent kernels that copy rows slow each other (weft.perf.transfers).
     network: the network between several such hosts, if known.
     device: the GPU on which the numbers were measured, as its driver names it. Empty if they have several sources.
     sources: the source of each number, by the path that `numbers` gives it.

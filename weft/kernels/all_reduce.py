@@ -51,7 +51,7 @@ import triton
 import triton.language as tl
 
 from weft.compat.device import capabilities
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 from weft.core.problem import SCALE_BLOCK, Problem, Span1D
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import clear, pack_words, place, received

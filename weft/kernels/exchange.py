@@ -23,9 +23,10 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import Scaling
+from weft.kernels.gemm import INTERPRETED, INTERPRETED_FP8
 from weft.kernels.launch import Launcher
 from weft.kernels.ragged import GroupedProduct, combine_kernel, dispatch_kernel
 from weft.kernels.ragged_rows import (
@@ -49,7 +50,6 @@ from weft.kernels.segments import (
     LayoutTables,
     layout_kernel,
 )
-from weft.kernels.shapes import INTERPRETED, INTERPRETED_FP8
 from weft.perf.shapes import TileShape, promotes, push_sms, shapes_for
 from weft.triton.flags import asynchronous
 
@@ -302,7 +302,6 @@ class RaggedExchange:
             self.steps.append(Step(both, pushed if shape.dispatch else pulled, collected, waits, bool(step.copies)))
 
     def _places(self, order: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Return the place of each segment in an order."""
         found = [self.shape.segments] * (self.shape.experts * self.shape.world_size)
         for place, (expert, other, _) in enumerate(order):
             if expert < self.shape.experts:
@@ -426,10 +425,6 @@ class RaggedExchange:
         )
         self._grouped(combine_kernel, step, first, (), a, b, out, self._landing_rows, scales, [])
 
-    def _movers(self, step: int) -> int:
-        """Return the number of copying blocks of a multiplying step."""
-        return self.shape.movers if self.steps[step].copying else 0
-
     def _grouped(
         self,
         kernel: Any,
@@ -449,7 +444,8 @@ class RaggedExchange:
         rows: the shared buffer of rows or products.
         landed: the scales of rows that landed.
         """
-        shape, blocks, movers, tables = self.shape, self.shape.blocks, self._movers(step), self.steps[step].both
+        shape, blocks, tables = self.shape, self.shape.blocks, self.steps[step].both
+        movers = shape.movers if self.steps[step].copying else 0  # blocks that copy
         scaling, read, pitch = shape.scaling, None, None
         if scales is not None and scaling is not None:
             read, pitch = scales_of((scales.a, *landed), scales.b[0], scaling.recipe), scales.b.stride(0)

@@ -33,30 +33,98 @@ A gate's flag is lowered only after the kernel has ended, so a block that looks 
 then raises WaitTimeout. On GPUs the watchdog's timeout ends first, and nobody reads `status`. The checker proves that waiting
 blocks never occupy the SMs that the work they wait for needs (weft.checker.starvation).
 
+TMA stores through descriptors, and a launch takes one for each tensor. Results at several peers would need one descriptor each.
+But all of them have the same row width and stride, and a GPU maps its peers' memory into its own address space. So the row
+tiles are slices of one tensor [slots, rows, N], whose first stride skips the memory between them (ScatteredTiles):
+
+    address   base            base + pitch              base + 2 pitch        ...
+              row tile 0      (not ours, never touched)  row tile 1, at a peer
+
+Memory between tiles is never accessed: a store names a slot and has at most a tile's rows.
+
 Legend: M N K of one GEMM; a tile is BLOCK_M x BLOCK_N. Sources: `a` may be in two tensors (own shard, gathered rows).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import SCALE_BLOCK, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Region, Wait
 from weft.kernels.gemm_kernel import Pointers, Variant, gemm_kernel
 from weft.kernels.launch import Launcher
 from weft.kernels.scaled import FLOAT8_DTYPES, scales_of, specialised
-from weft.kernels.scattered import ScatteredTiles, index_tiles
-from weft.kernels.shapes import blocks_for
-from weft.perf.shapes import TileShape, promotes, whole_tiles
+from weft.perf.shapes import TileShape, promotes, shape_of, whole_tiles
 from weft.triton.flags import asynchronous, table
+
+INTERPRETED = TileShape(m=32, n=32, k=32, warps=4, stages=1, halves=True)
+"""The tile shape under the interpreter, which runs element by element."""
+INTERPRETED_FP8 = TileShape(m=32, n=32, k=SCALE_BLOCK, warps=4, stages=1, halves=True, pairs=True, itemsize=1)
+"""The tile shape under the interpreter for FP8 operands. A step over K is one block of scales."""
+
+
+def blocks_for(step: Gemm, device: torch.device, machine: Machine, scaling: Scaling | None = None) -> TileShape:
+    """Return the tile shape for a step.
+
+    machine: the profile that all ranks share.
+    scaling: the scaling of FP8 operands.
+    """
+    if device.type == "cuda":
+        return shape_of(step, capabilities(device), machine, scaling)
+    return INTERPRETED if scaling is None else INTERPRETED_FP8
+
+
+_MOST_PITCH_BYTES, _MOST_SLOTS = 1 << 40, 1 << 31
+"""TMA's bounds of a stride and of a coordinate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScatteredTiles:
+    """ScatteredTiles describes tiles at several addresses as one tensor.
+
+    base: the tile with the lowest address.
+    pitch: slot i begins i * `pitch` elements after base.
+    slots: the number of slots.
+    """
+
+    base: torch.Tensor
+    pitch: int
+    slots: int
+
+    def descriptor(self, block: list[int]) -> TensorDescriptor:
+        """Return the TMA descriptor. block: the rows and columns of one store. A slot has as many rows."""
+        rows, cols = block
+        width, stride = self.base.shape[1], self.base.stride(0)
+        return TensorDescriptor(self.base, [self.slots, rows, width], [self.pitch, stride, 1], [1, rows, cols])
+
+
+def index_tiles(tiles: Sequence[torch.Tensor]) -> tuple[ScatteredTiles | None, list[int]]:
+    """Return one tensor for all tiles, and the slot of each tile. Return None and slots -1 if TMA cannot address them.
+
+    A TMA tensor's strides must be multiples of 16 bytes and of the stride of the next inner dimension.
+
+    tiles: a view of each tile that starts at its first row. All have one dtype, width and stride.
+    """
+    if not tiles:
+        return None, []
+    base = min(tiles, key=lambda tile: tile.data_ptr())
+    gaps = [tile.data_ptr() - base.data_ptr() for tile in tiles]
+    row_bytes = base.stride(0) * base.element_size()
+    pitch_bytes = math.gcd(*gaps) or row_bytes
+    slots = [gap // pitch_bytes for gap in gaps]
+    aligned = base.data_ptr() % 16 == row_bytes % 16 == pitch_bytes % row_bytes == 0
+    if not aligned or pitch_bytes >= _MOST_PITCH_BYTES or max(slots) >= _MOST_SLOTS:
+        return None, [-1] * len(tiles)
+    return ScatteredTiles(base=base, pitch=pitch_bytes // base.element_size(), slots=max(slots) + 1), slots
+
 
 _MOST_SOURCES = 3
 """At most this many loads of added sources are in flight, if shared memory has room."""
@@ -364,7 +432,6 @@ def gemm(
 
 
 def _b_descriptors(b: torch.Tensor, blocks: TileShape, transposed: bool, halves: bool) -> tuple[object, object]:
-    """Return the descriptors of b for whole tiles and for halves."""
     wide, narrow = blocks.n, blocks.n // 2
     if transposed:
         return _whole_and_half(b.t(), [wide, blocks.k], [narrow, blocks.k], halves)
@@ -374,7 +441,6 @@ def _b_descriptors(b: torch.Tensor, blocks: TileShape, transposed: bool, halves:
 def _added_descriptors(
     added: tuple[torch.Tensor, torch.Tensor], a_shape: list[int], blocks: TileShape, transposed: bool, halves: bool
 ) -> tuple[object, object, object]:
-    """Return the descriptors of a and b of the product that is added."""
     a, b = added
     return TensorDescriptor.from_tensor(a, a_shape), *_b_descriptors(b, blocks, transposed, halves)
 
@@ -447,6 +513,5 @@ def _store_descriptors(out: torch.Tensor, plan: Tables, half: list[int], halves:
 def _whole_and_half(
     matrix: torch.Tensor, shape: list[int], half: list[int], halves: bool
 ) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return the descriptors of whole tiles and of halves of a matrix."""
     whole = TensorDescriptor.from_tensor(matrix, shape)
     return whole, TensorDescriptor.from_tensor(matrix, half) if halves else whole

@@ -314,7 +314,7 @@ def _find_first_row(out_entry, out_ptr, out_row, out_stride, ADDRESSED: tl.const
 
 @triton.jit
 def _store_by_tma(descs, out_entry, out_row, col, result, BLOCK_N: tl.constexpr, V: tl.constexpr):
-    """Store a tile by TMA: in its slot of the scattered tiles if it has one (weft.kernels.scattered), else in out.
+    """Store a tile by TMA: in its slot of the scattered tiles if it has one (weft.kernels.gemm), else in out.
 
     out_entry: its row of the table outs.
     """

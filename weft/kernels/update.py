@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.lookup import ELEMENTS, pool
-from weft.kernels.places import Places, SortedIndices, cached_constant
+from weft.kernels.tables import Places, SortedIndices, cached_constant
 
 KINDS = ("gradient", "sgd", "rowwise_adagrad")
 _FIELDS = 6

@@ -20,7 +20,7 @@ from torch import nn
 from weft.models.communicating import CommunicatingLayer, LayerCalls, record_layer
 from weft.ops import RowwiseAdagrad, embedding_bag_all_to_all
 from weft.ops.common import resolve_group
-from weft.ops.optimizers import Optimizer
+from weft.ops.embedding_arguments import Optimizer
 
 _OPERATORS = ("embedding_bag_all_to_all",)
 

@@ -373,7 +373,6 @@ def _scales(a: Any, b: Any, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _by_columns(b: Tensor) -> Tensor:
-    """Return a matrix whose columns are contiguous."""
     return b if b.stride(0) == 1 else b.t().contiguous().t()
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.modules import module as torch_module
 
 from weft.compat.dtensors import spec_of
-from weft.core.logs import warn_once
+from weft.core.errors import warn_once
 from weft.models.linear import SharedInputLinears, Tokens, as_dtensor, change_input
 from weft.models.parameters import as_whole, own_part
 from weft.ops.parts import cut, gathered

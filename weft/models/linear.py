@@ -43,9 +43,11 @@ from weft.core.problem import split
 from weft.models.communicating import LayerCalls
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import (
+    Call,
     LinearProducts,
     ProductSettings,
     QuantisedProducts,
+    RepeatedProduct,
     TokenExchange,
     backward_ops_of_columns,
     backward_ops_of_rows,
@@ -56,7 +58,6 @@ from weft.models.products import (
     ops_of_rows,
     with_biases,
 )
-from weft.models.repeated import Call, RepeatedProduct
 from weft.ops.parts import gathered
 
 Tensor = torch.Tensor

@@ -42,8 +42,16 @@ from weft.models.adapters import (
 )
 from weft.models.blocks import Block, Unwrapped, blocks_of, has_experts, in_several_places, whole_by_sharing, why_not_block
 from weft.models.communicating import CommunicatingLayer, record_layer
-from weft.models.decoder_tokens import CutIfMany, DecoderTokens, evenly, noting_tokens, placed
-from weft.models.expert_parallel import ExpertParallel
+from weft.models.decoder_tokens import (
+    CutIfMany,
+    DecoderTokens,
+    evenly,
+    noting_tokens,
+    placed,
+    shard_embedding,
+    why_not_embedding,
+)
+from weft.models.experts import ExpertParallel
 from weft.models.layouts import Announce, ColumnsIn, ColumnsOut, LogitsOut
 from weft.models.linear import Distributor, InputHook, Tokens, make_column_linears, make_row_linear, why_not_linear
 from weft.models.products import ProductSettings, check_sizes, kind_of
@@ -58,7 +66,6 @@ from weft.models.replicas import (
     replicate_alone,
 )
 from weft.models.styles import describe_columns, describe_row
-from weft.models.vocabulary import shard_embedding, why_not_embedding
 
 M = TypeVar("M", bound=nn.Module)
 FAMILIES = ("deepseek_v3", "gemma3_text", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
@@ -261,7 +268,6 @@ class _Within:
         return {module: why for module, why in whole.items() if why}
 
     def _check_experts(self, child: nn.Module, style: ExpertParallel) -> None:
-        """Raise ValueError for experts that the style refuses."""
         try:
             style.check(child, self.mesh)
         except ValueError as error:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.compat.c10d import pretended_ranks
 from weft.models.communicating import layers_of_places
-from weft.models.expert_parallel import ExpertParallel
+from weft.models.experts import ExpertParallel
 from weft.models.parallelize import FAMILIES, FEW_TOKENS, shard
 from weft.planner.models.modules import build_modules
 from weft.planner.models.values import Place

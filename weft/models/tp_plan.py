@@ -26,12 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import require
-from weft.models.expert_parallel import ExpertParallel
+from weft.models.decoder_tokens import why_not_embedding
+from weft.models.experts import ExpertParallel
 from weft.models.linear import Distributor, why_not_linear
 from weft.models.parallelize import FAMILIES, FEW_TOKENS, check_few_tokens, shard, shard_head
 from weft.models.products import ProductSettings
 from weft.models.replicas import ParameterReaders, never, replicate
-from weft.models.vocabulary import why_not_embedding
 
 _OF_TRANSFORMERS = ("transformers.distributed.", "transformers.integrations.tensor_parallel")
 

@@ -10,10 +10,9 @@ public function returns an OperatorRequest, which front.py runs and remembers. o
 
     tensor_parallel.py        all_gather_matmul, matmul_reduce_scatter
     all_reduce.py             matmul_all_reduce, matmul_all_reduce_norm
-    all_to_all.py             matmul_all_to_all, all_to_all_matmul, of rows in even shares
-    all_to_all_columns.py     these two operators between parts of rows and parts of columns
+    all_to_all.py             matmul_all_to_all, all_to_all_matmul, of rows in even shares, also cut by columns
     ragged_all_to_all.py      these two operators with splits
-    embedding.py              embedding_bag_all_to_all; its arguments in embedding_arguments.py, optimizers.py for its backward
+    embedding.py              embedding_bag_all_to_all; its arguments, also optimizers, are in embedding_arguments.py
     column_parallel.py        linears of a replicated input, also with FP8 weights, for weft.models
     parts.py                  cuts, gathers, and sums of gradients, of tensors that every rank has whole, for weft.models
     experts.py                the operations around the matmuls of experts, for weft.models
@@ -29,7 +28,7 @@ from weft.ops.all_reduce import matmul_all_reduce, matmul_all_reduce_norm
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.common import resolve_group
 from weft.ops.embedding import embedding_bag_all_to_all
-from weft.ops.optimizers import SGD, RowwiseAdagrad
+from weft.ops.embedding_arguments import SGD, RowwiseAdagrad
 from weft.ops.tensor_parallel import all_gather_matmul, matmul_reduce_scatter
 from weft.runtime.autotune import Choices
 from weft.runtime.groups import GROUPS

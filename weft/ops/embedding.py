@@ -31,6 +31,7 @@ from weft.core.problem import DType, LookupProblem, split
 from weft.core.schedule import Schedule
 from weft.ops.common import resolve_group, schedule_to_spec, to_list
 from weft.ops.embedding_arguments import (
+    Optimizer,
     batch_of,
     check_disjoint,
     check_indices,
@@ -41,7 +42,6 @@ from weft.ops.embedding_arguments import (
 )
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
-from weft.ops.optimizers import Optimizer
 from weft.ops.schema import SymInt
 from weft.runtime import gradients
 from weft.runtime.calls import LookupCall
@@ -273,7 +273,6 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _gradients_of(
     ctx: Any, grad: torch.Tensor, tables: Tables, indices: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None
 ) -> tuple[list[torch.Tensor | None], torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of tables, weights and anchor."""
     sparse, needs_tables, needs_weights = ctx.options.sparse, any(ctx.needs_input_grad[0]), bool(ctx.needs_input_grad[3])
     # torch has no fakes of sparse tensors, so these do not go through the dispatcher.
     wanted = _Wanted(sparse, needs_tables, needs_weights)

@@ -44,8 +44,7 @@ from weft.compat.dispatch import (
 )
 from weft.core.problem import Scaling
 from weft.ops.common import FLOAT8, QUANTISED
-from weft.ops.flops import FORMULAS
-from weft.ops.schema import schema_of
+from weft.ops.schema import FORMULAS, schema_of
 from weft.runtime.bound_call import PLAIN, BoundCall, RememberedCall, bind
 from weft.runtime.calls import Call, ScaledOperands
 from weft.runtime.groups import GROUPS

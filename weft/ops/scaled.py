@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Required, TypedDict, cast
 import torch
 
 from weft.compat.device import capabilities
-from weft.core.logs import warn_once
+from weft.core.errors import warn_once
 from weft.core.problem import FLOAT8_UNIT, GATHERS, RECIPES, ROWWISE_OPS, SCALE_BLOCK, Op, Recipe, Scaling
 from weft.ops.common import DTYPES, FLOAT8, QUANTISED, check_addend
 from weft.ops.front import OperatorRequest

@@ -461,9 +461,5 @@ def _check_rows(rows: int | None, own: int, rank: int, world_size: int) -> None:
 
 
 def _gradient_of(b: torch.Tensor, a: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return a^T @ grad in the layout of b. Otherwise the gradient of a transposed weight would be copied when accumulated."""
-    return (grad.t() @ a).t() if _is_transposed(b) else a.t() @ grad
-
-
-def _is_transposed(matrix: torch.Tensor) -> bool:
-    return matrix.stride(0) == 1 < matrix.stride(1)
+    # In another layout than b's, the gradient of a transposed weight would be copied when it is accumulated.
+    return (grad.t() @ a).t() if b.stride(0) == 1 < b.stride(1) else a.t() @ grad

@@ -3,8 +3,7 @@ simulator that runs a Schedule event by event with the same costs. The ranking t
 
 engine.py  world.py  rotation.py             lanes event by event; clock, flags, spans; one rank that represents all
 kernels.py  ragged.py                        GEMMs and sums; steps whose row counts are known on devices only
-lookups.py  staging.py                       lookups; copies around cuBLAS and NCCL calls
-transfers.py  messages.py                    copies and collectives; sends and receives between nodes
+transfers.py                                 copies, collectives, messages between nodes, lookups
 network.py  fluid.py  contention.py          links that transfers share; kernels and copies that slow each other
 terms.py  shapes.py  concurrent.py           the time of a kernel or collective alone; tile shapes; a user's computation
                                              and concurrent collectives

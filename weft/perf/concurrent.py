@@ -19,8 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from weft.core.concurrent import ConcurrentProblem
-from weft.core.machine import Machine
-from weft.core.schedule import Collective, Lane, Reduce, Schedule, UserCall, steps_of
+from weft.core.schedule import Collective, Lane, Reduce, UserCall, steps_of
 from weft.perf import kernels
 from weft.perf.terms import alone_us
 from weft.perf.transfers import join_collective
@@ -78,16 +77,13 @@ def _communicate(world: World, rank: int, lane: Lane, number: int) -> Process:
     blocks = lane.ctas or usual
     slower = max(1.0, machine.stores.rate(usual) / machine.stores.rate(blocks))
     yield from join_collective(world, rank, 0)
-    with _hold_sms(world, rank, blocks, _slowdown(world.schedule, lane, rank, machine)):
+    # The computation is slower than the SMs that the collectives hold explain: how much depends on which comes first.
+    late = world.schedule.ranks[rank][-1] is lane
+    slowdown = machine.contention.get(PRIOR if lane.priority else LATE if late else FIRST, 1.0)
+    with _hold_sms(world, rank, blocks, slowdown):
         world.transfers[rank].start(world.now)
         yield world.env.timeout(ns(us * slower))
         world.transfers[rank].stop(world.now)
-
-
-def _slowdown(schedule: Schedule, lane: Lane, rank: int, machine: Machine) -> float:
-    """Return the slowdown of the computation by collectives of this lane, beyond the SMs that they hold."""
-    late = schedule.ranks[rank][-1] is lane
-    return machine.contention.get(PRIOR if lane.priority else LATE if late else FIRST, 1.0)
 
 
 def _hold_sms(world: World, rank: int, sms: int, waiting: float) -> AbstractContextManager[None]:
@@ -95,14 +91,11 @@ def _hold_sms(world: World, rank: int, sms: int, waiting: float) -> AbstractCont
 
     Blocks of collectives use the SMs that the computation leaves free first, without waiting. waiting: the slowdown if it
     leaves none."""
-    all_sms, left = world.machine.gpu.sms, _free_sms(world.schedule, rank)
+    all_sms, calls = world.machine.gpu.sms, steps_of(UserCall, world.schedule.ranks[rank])
+    left = next((one.left for one in calls if one.collective is None), 0)
     mine = max(1, all_sms - left)
     speed = max(1, all_sms - max(left, sms)) / mine
     return world.network.contention.hold(rank, speed if left else speed / waiting)
-
-
-def _free_sms(schedule: Schedule, rank: int) -> int:
-    return next((one.left for one in steps_of(UserCall, schedule.ranks[rank]) if one.collective is None), 0)
 
 
 STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {

@@ -50,7 +50,7 @@ from weft.core.schedule import (
 )
 from weft.core.span import Span
 from weft.core.work import WORK, continued, span
-from weft.perf import concurrent, kernels, lookups, messages, ragged, transfers
+from weft.perf import concurrent, kernels, ragged, transfers
 from weft.perf.network import Carried, Resource
 from weft.perf.terms import taken_sms
 from weft.perf.world import Process, SimulatedStep, StepRun, World, ns
@@ -208,9 +208,9 @@ STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
     Gemm: lambda world, rank, lane, step: kernels.gemm(world, rank, step),
     Reduce: _reduce,
     Norm: lambda world, rank, lane, step: kernels.norm(world, rank, step),
-    Lookup: lambda world, rank, lane, step: lookups.lookup(world, rank, step),
+    Lookup: lambda world, rank, lane, step: transfers.lookup(world, rank, step),
     Collective: lambda world, rank, lane, step: transfers.collective(world, rank, step),
-    SendReceive: lambda world, rank, lane, step: messages.send_receive(world, rank, step),
+    SendReceive: lambda world, rank, lane, step: transfers.send_receive(world, rank, step),
     **dict.fromkeys(ragged.STEPS, lambda world, rank, lane, step: ragged.step_of_counts(world, rank, step)),
 }
 """The function of each type of step. A FusedCollective has been replaced by its steps before."""

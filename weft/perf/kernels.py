@@ -23,7 +23,7 @@ import simpy
 
 from weft.core.schedule import FusedCollective, Gemm, Norm, Part, Reduce, Sum, regions
 from weft.core.work import is_plain, region_bytes
-from weft.perf import staging
+from weft.perf import transfers
 from weft.perf.contention import Time
 from weft.perf.shapes import by_hardware, shape_of, shapes_for
 from weft.perf.terms import GemmCost, adding_us, gemm_cost, hbm_us, kernel_cost, stalled_us, streamed_cost
@@ -138,7 +138,7 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
         world.full_kernels[rank] = FullKernel(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
     exchanging_us = world.machine.kernels.exchange_us if _streams(world, rank, step) else 0.0
     yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
-    yield from staging.stage_rows(world, step)
+    yield from transfers.stage_rows(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
         slower = yield from _tiles(world, rank, groups, cost, time)
     ended.succeed()

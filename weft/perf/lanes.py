@@ -18,7 +18,8 @@ from typing import NamedTuple
 from weft.core.machine import Machine
 from weft.core.problem import REDUCTIONS, Problem, split
 from weft.perf.shapes import Arriving, best_shape, shapes_for
-from weft.perf.terms import COPY_WITH_GEMM, GEMM_WITH_COPY, GemmCost, gemm_cost, hbm_us, kernel_cost, slowed
+from weft.perf.terms import COPY_WITH_GEMM, GEMM_WITH_COPY, GemmCost, gemm_cost, hbm_us, kernel_cost, slowed, staged_us
+from weft.schedules.traits import FamilyTraits
 
 
 class CopyLoad(NamedTuple):
@@ -363,3 +364,27 @@ def waves_after_first(cost: GemmCost, tiles: int) -> float:
 def chunk_lengths(extent: int, count: int) -> list[int]:
     """Cut an extent into `count` chunks, and return the lengths of those that are not empty."""
     return [high - low for low, high in split(extent, count) if high > low]
+
+
+def step_matmul(
+    rank: Rank, family: FamilyTraits, length: int, index: int, steps: int, *, gathers: bool
+) -> tuple[GemmCost, float]:
+    """Return the cost of the matmul of step `index` of `steps`, and the time of the copies that stage its data.
+
+    length: the rows of each piece of the step, or the columns of its slice.
+    """
+    row_bytes = rank.problem.row_bytes
+    if family.matmul == "per_slice" and gathers:
+        slice_bytes, sums = rank.rows * row_bytes(length), 2 if index else 1
+        staging_us = staged_us(rank.machine, rows=2, row_bytes=slice_bytes, outs=1, out_bytes=0.0)
+        return rank.library_gemm(rank.rows, inner=length, sums=sums), staging_us
+    if family.matmul == "per_slice":
+        return rank.library_gemm(rank.rows, columns=length), 0.0
+    pieces = rank.node_ranks if family.cuts_own_shard else rank.node_ranks - 1
+    out_runs = pieces if steps > 1 else 1 if family.cuts_own_shard else min(2, pieces)
+    a_bytes, out_bytes = pieces * length * row_bytes(rank.inner), pieces * length * rank.columns * rank.problem.itemsize
+    # Gathered pieces are stored by step, so the pieces of a step are contiguous. With a single step, the rank's own shard is
+    # left out, and splits the rows in two on most ranks.
+    a_runs = out_runs if not gathers else 1 if family.cuts_own_shard or steps > 1 else min(2, pieces)
+    staging_us = staged_us(rank.machine, rows=a_runs, row_bytes=a_bytes, outs=out_runs, out_bytes=out_bytes)
+    return rank.library_gemm(pieces * length), staging_us

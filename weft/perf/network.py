@@ -47,7 +47,6 @@ class Fabric(Fluid):
         self.contention = Contention(self.env, self.machine, self.ranks, self._reset)
 
     def _reset(self) -> None:
-        """Request new rates."""
         self.advance()
         self.touch()
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.core.capabilities import Capabilities
+from weft.core.hardware import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import RATE_ITEMSIZE, Problem, Scaling
 from weft.core.schedule import Gemm, Part

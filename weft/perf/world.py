@@ -32,11 +32,6 @@ def ns(us: float) -> int:
     return round(us * 1e3)
 
 
-def _uses_cublas_only(schedule: Schedule, rank: int) -> bool:
-    """Return whether cuBLAS runs all matmuls of a rank."""
-    return all(is_plain(part, rank) for step in steps_of(Gemm, schedule.ranks[rank]) for part in step.parts)
-
-
 def _count_copies_per_peer(lane: Lane) -> int:
     """Return how many copies a lane makes to one peer, at most, if it copies to several peers; else 1."""
     pairs = [(step.src.rank, step.dst.rank) for step in steps_of(Copy, [lane] if lane.kind == "copy" else [])]
@@ -226,8 +221,10 @@ class World:
             max(map(_count_copies_per_peer, lanes), default=1) for lanes in self.schedule.ranks[: len(ranks)]
         ]
         self.free_sms = [free_sms(self.schedule, self.machine, rank) for rank in ranks]
-        self.push_sms = [
-            push_sms(self.machine, self.machine.gpu.sms, alone=_uses_cublas_only(self.schedule, rank)) for rank in ranks
+        gemms = [[part for step in steps_of(Gemm, self.schedule.ranks[rank]) for part in step.parts] for rank in ranks]
+        self.push_sms = [  # the pushes are alone on their SMs where cuBLAS runs all matmuls
+            push_sms(self.machine, self.machine.gpu.sms, alone=all(is_plain(part, rank) for part in parts))
+            for rank, parts in zip(ranks, gemms, strict=True)
         ]
         self.engines = [simpy.Resource(self.env, capacity=self.machine.copies.engines) for _ in ranks]
 

@@ -2,12 +2,12 @@
 
 `heuristic` (weft.perf.ranking) chooses by closed forms, in milliseconds; `plan` simulates the best few of these.
 
-    choose.py  values.py                         candidates, their predicted times, the fastest
-    explain.py  explanation.py                   the reason in a sentence; a detailed explanation
-    training.py                                  a training step of a layer: its calls, and everything else
-    shortlist.py                                 the schedules of a ConcurrentProblem that are worth measuring
-    simulated.py  losses.py                      one schedule simulated; its losses, and its three taxes
-    words.py                                     numbers as text, for sentences, tables and charts
+    choose.py  values.py     candidates, their predicted times, the fastest and why; those that are worth measuring
+    simulated.py             one schedule simulated: its spans, its losses, and its three taxes
+    explanation.py           a plan in detail: the parts of its time, and what would change the choice
+    training.py              a training step of a layer: its calls, and everything else
+    models/                  models by their sizes, and the operator calls of one of their layers
+    words.py                 numbers as text, for sentences, tables and charts
 """
 
 from __future__ import annotations

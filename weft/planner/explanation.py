@@ -28,7 +28,7 @@ from weft.core.problem import LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.perf.ranking import estimates, heuristic
 from weft.planner.choose import plan
-from weft.planner.losses import FREE_US, Signature, Taxes, signature, taxes, without_communication, without_computation
+from weft.planner.simulated import FREE_US, Signature, Taxes, signature, taxes, without_communication, without_computation
 from weft.planner.values import Plan
 from weft.planner.words import us
 from weft.schedules import build, parse

@@ -34,7 +34,7 @@ from weft.core.schedule import Schedule
 from weft.perf import run
 from weft.perf.terms import gemm_us, hbm_us
 from weft.planner.choose import plan
-from weft.planner.models import Model, OperatorCall, choose_expert_calls, operator_calls
+from weft.planner.models import Model, choose_expert_calls, operator_calls
 from weft.planner.values import Plan
 from weft.schedules import build
 
@@ -214,7 +214,7 @@ def plan_training(
         found.append(
             TrainedCall(
                 name=call.name,
-                count=_count(call, model),
+                count=call.layers / model.layers if call.layers else 1.0,
                 forward=planned(forward),
                 backward=planned(backward),
                 gradient_us=0.0 if backward.weight_gradients else _gradient_us(machine, forward),
@@ -260,10 +260,6 @@ def kept_bytes(problem: Problem) -> int:
     """Return the memory of a rank for the gathered input, M x K, that a call of a forward pass keeps; 0 if it keeps none."""
     kept = problem.op == "all_gather_matmul" and problem.return_gathered
     return problem.m * problem.k * problem.operand_itemsize if kept else 0
-
-
-def _count(call: OperatorCall, model: Model) -> float:
-    return call.layers / model.layers if call.layers else 1.0
 
 
 def _gradient_us(machine: Machine, problem: Problem) -> float:

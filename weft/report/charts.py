@@ -16,8 +16,7 @@ from typing import Any, get_args
 from weft.core.span import Kind, Span, total_us
 from weft.planner.simulated import lane_uses, lanes_of
 from weft.planner.words import count, ms
-from weft.report.html import Html, join, table, tag
-from weft.report.tables import lanes_table
+from weft.report.tables import Html, join, lanes_table, table, tag
 
 Figure = dict[str, Any]
 

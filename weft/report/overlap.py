@@ -30,8 +30,7 @@ from weft.models.communicating import CommunicatingLayer, LayerCalls, layers_of_
 from weft.ops.common import choose_backward_schedule
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.words import factor, mib, ms, percent, us
-from weft.report.html import html_page, join, table, tag
-from weft.report.tables import Cell, Column, Judged, ReportTable
+from weft.report.tables import Cell, Column, Judged, ReportTable, html_page, join, table, tag
 from weft.runtime.autotune import Choice
 from weft.runtime.choose import automatic, profile_for, ranks_of_a_host
 from weft.runtime.groups import GROUPS

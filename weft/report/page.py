@@ -21,16 +21,22 @@ from weft.planner.simulated import Simulation
 from weft.planner.values import Plan
 from weft.planner.words import count, factor, ms
 from weft.report.charts import Charts, Figure, bars, bars_panel, timeline_panel
-from weft.report.html import Html, html_page, join, json_script, table, tag, text_of
 from weft.report.tables import (
     Column,
+    Html,
     ReportTable,
+    html_page,
+    join,
+    json_script,
     losses_table,
     plans_table,
     ran_table,
     simulation_table,
     speeds_notes,
     speeds_table,
+    table,
+    tag,
+    text_of,
     unpredicted_notes,
 )
 from weft.schedules import overlaps

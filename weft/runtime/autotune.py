@@ -39,8 +39,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from weft.core.errors import WeftError
-from weft.core.logs import warn_once
+from weft.core.errors import WeftError, warn_once
 from weft.core.problem import Problem
 from weft.schedules import SEQUENTIAL, judge
 

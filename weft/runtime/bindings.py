@@ -182,7 +182,6 @@ class Bindings:
         return found
 
     def _scales_of(self, scales: torch.Tensor, region: Region, cols: Span1D) -> torch.Tensor:
-        """Return the scales of these columns of one matrix."""
         rows, blocks = self._scale_places(region, cols)
         return scales[slice(*rows), slice(*blocks)]
 

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from weft.compat.dispatch import autocast_enabled, set_grad_enabled, without_autocast
+from weft.core import __version__
 from weft.core.problem import (
     ADDENDS,
     COLUMN_OPS,
@@ -35,7 +36,6 @@ from weft.core.problem import (
     split,
 )
 from weft.core.span import Span
-from weft.core.version import __version__
 from weft.runtime.bindings import Inputs, Outputs, scales_name
 
 _GATHERED_SCALES = scales_name("gathered")

@@ -35,8 +35,7 @@ from weft import schedules
 from weft.comm.rank_group import RankGroup
 from weft.compat.device import architecture, flop_per_clock, memory_gbps, of_properties
 from weft.core import machine
-from weft.core.errors import RankMismatch
-from weft.core.logs import warn_once
+from weft.core.errors import RankMismatch, warn_once
 from weft.core.machine import Machine
 from weft.core.problem import COLLECTIVE_OPS, Problem, RaggedProblem
 from weft.core.schedule import Schedule

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 
 from weft.comm.symmetric_heap import SymmetricPlace
+from weft.core import __version__
 from weft.core.problem import ITEMSIZE, CollectiveProblem
-from weft.core.version import __version__
 from weft.runtime.bindings import Inputs, Outputs
 from weft.runtime.bound import DTYPES
 from weft.runtime.calls import Call

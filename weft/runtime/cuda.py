@@ -36,7 +36,7 @@ import torch
 from weft.comm.symmetric_heap import Allocation
 from weft.compat.device import outside_graph_trees
 from weft.compat.streams import Word
-from weft.core.logs import LOGGER, warn_once
+from weft.core.errors import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
 from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.perf.shapes import push_sms
@@ -288,7 +288,6 @@ class CudaProgram(BoundProgram):
         ]
 
     def _address_of(self, region: Region) -> Address:
-        """Return the address of a region in a call."""
         key, buffer = (region.buffer, region.rank), self.schedule.buffer[region.buffer]
         item = self.dtype_of(region.buffer).itemsize
         pitch = buffer.cols[region.rank] * item

@@ -29,7 +29,7 @@ from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import DeviceHeap, heap_of
 from weft.compat.device import capabilities, idle
 from weft.compat.streams import Driver, Word, comm_stream, current_lane_priority, give_back, priority_number, raw_stream
-from weft.core.logs import LOGGER, warn_once
+from weft.core.errors import LOGGER, warn_once
 from weft.core.problem import Scaling
 from weft.core.schedule import Lane, Schedule
 from weft.core.span import Span

@@ -16,8 +16,7 @@ import torch
 from weft.core.errors import WaitTimeout
 from weft.core.problem import CollectiveProblem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, signalled_flags, waits
-from weft.kernels.gemm import Tables, fits, gemm, in_order, loads, pitch, tables, whole_slices
-from weft.kernels.shapes import blocks_for
+from weft.kernels.gemm import Tables, blocks_for, fits, gemm, in_order, loads, pitch, tables, whole_slices
 from weft.kernels.sums import SumTable, load_runs, region_table, run_table, sum_regions, sum_runs
 from weft.perf.shapes import TileShape, tiles_of
 from weft.runtime.bindings import Bindings, Where

@@ -23,7 +23,7 @@ import torch
 
 from weft.compat.device import capabilities
 from weft.core.problem import LookupProblem
-from weft.kernels.places import Places, SortedIndices, locate_indices, sort_indices
+from weft.kernels.tables import Places, SortedIndices, locate_indices, sort_indices
 from weft.runtime.host_resources import AllToAll
 
 

@@ -23,11 +23,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from weft.comm.membership import timeout_from_environment
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import Allocation, SymmetricPlace, heap_of
+from weft.compat import warn_of_untested_versions
 from weft.compat.c10d import free_unused, has_ended
 from weft.compat.device import on_device
 from weft.compat.dispatch import traced_graph
 from weft.compat.streams import Driver, comm_stream, give_back
-from weft.compat.versions import warn_of_untested_versions
 from weft.core.errors import PeerLost, WaitTimeout
 from weft.core.schedule import Schedule
 from weft.runtime.autotune import Choice

@@ -176,7 +176,8 @@ class HostProgram(BoundProgram):
         if words.load(slot) >= value:
             return
         flag, lane, position = self._waiter[slot]
-        where = Where(self.rank, lane, position, self._steps(lane)[position])
+        steps = next(one.steps for one in self.schedule.ranks[self.rank] if one.name == lane)
+        where = Where(self.rank, lane, position, steps[position])
 
         def missing() -> str:
             return f"{where}: {flag}: expected {value}, seen {words.load(slot)}; {self.raiser(flag)}"
@@ -190,9 +191,6 @@ class HostProgram(BoundProgram):
             self.rank_group.wait_until(lambda: words.load(slot) >= value, explain)
         finally:
             del self._waiting[lane]
-
-    def _steps(self, name: str) -> tuple[Step, ...]:
-        return next(lane.steps for lane in self.schedule.ranks[self.rank] if lane.name == name)
 
     def raiser(self, flag: Flag) -> str:
         """Return who raises a flag, and what that lane waits for in turn, from rank to rank. The last rank named is late."""
@@ -419,7 +417,6 @@ class HostProgram(BoundProgram):
 
 
 def _waits_in_call(step: Step) -> bool:
-    """Return whether a step waits for something that happens in the same call."""
     return isinstance(step, (Collective, SendReceive)) or any(not wait.on_previous_call for wait in waits(step))
 
 

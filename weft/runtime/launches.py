@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from weft.compat.streams import Word
-from weft.core.logs import warn_once
+from weft.core.errors import warn_once
 from weft.core.machine import Machine
 from weft.core.schedule import Collective, Flag, Region, Schedule, SendReceive, Wait, waits
 from weft.kernels.launch import Launcher, record_launches

@@ -45,8 +45,7 @@ import torch.distributed as dist
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import FlatCollectives, exchange_messages, has_ended, nccl_connections
-from weft.core.errors import PeerLost, WeftError
-from weft.core.logs import LOGGER
+from weft.core.errors import LOGGER, PeerLost, WeftError
 from weft.core.problem import Problem
 from weft.core.schedule import Collective, Lane, SendReceive, Wait, places_of, waits
 from weft.runtime.bindings import Where

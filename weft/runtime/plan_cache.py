@@ -32,10 +32,9 @@ import torch
 
 from weft.compat.device import gpu_number
 from weft.compat.streams import checked, driver_api
-from weft.core import codec
-from weft.core.logs import warn_once
+from weft.core import __version__, codec
+from weft.core.errors import warn_once
 from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
-from weft.core.version import __version__
 from weft.schedules import FAMILIES, build, check_chunks, check_op, parse, spec, specs
 
 _FORMAT = 2

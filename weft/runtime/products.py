@@ -46,7 +46,7 @@ from weft.compat.cublas import (
 )
 from weft.compat.device import capabilities, current_device
 from weft.compat.streams import raw_stream
-from weft.core.logs import warn_once
+from weft.core.errors import warn_once
 from weft.core.machine import Machine
 from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
 from weft.runtime.bindings import CallTensors, FactorScales, Issue, NotPreparedError

@@ -29,8 +29,7 @@ from weft.checker import check
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import free_unused
 from weft.compat.device import on_device, outside_graph_trees
-from weft.core.errors import PeerLost
-from weft.core.logs import warn_once
+from weft.core.errors import PeerLost, warn_once
 from weft.core.problem import Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.runtime.autotune import Measurement
@@ -195,7 +194,6 @@ class Programs:
             return pad(call, rows, self.rank_group.rank, self.rank_group.world_size)
 
     def _remove_padding(self, found: Outputs, call: Call, known: KnownCall) -> dict[str, list[torch.Tensor]]:
-        """Return the results without padding."""
         if known.rows:
             assert isinstance(call, MatmulCall)
             found = cut(found, call, self.rank_group.rank, self.rank_group.world_size)

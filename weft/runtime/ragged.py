@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from weft.core import __version__
 from weft.core.problem import DType, Problem, RaggedProblem
-from weft.core.version import __version__
 from weft.runtime.bindings import Inputs, Outputs, scales_name
 from weft.runtime.calls import Call, ScaledOperands
 

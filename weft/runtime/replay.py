@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from weft.compat.streams import Driver, comm_stream
-from weft.core.logs import warn_once
+from weft.core.errors import warn_once
 from weft.runtime.bindings import Inputs, Outputs
 from weft.runtime.order import Exclusive
 from weft.runtime.products import settings

@@ -323,7 +323,6 @@ def cut(found: Outputs, call: MatmulCall, rank: int, world_size: int) -> dict[st
 
 
 def _sizes(call: MatmulCall, pieces: _Pieces, rank: int, world_size: int) -> list[int]:
-    """Return the rows of each piece."""
     if pieces == "whole":
         return [call.rows]
     sizes = [(high - low) * call.row_multiple for low, high in split(call.rows // call.row_multiple, world_size)]

@@ -51,8 +51,7 @@ import torch
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import backend_of
 from weft.compat.streams import Driver
-from weft.core.errors import WaitTimeout, WeftError
-from weft.core.logs import LOGGER
+from weft.core.errors import LOGGER, WaitTimeout, WeftError
 from weft.runtime.network import Abort, CudaWire
 from weft.runtime.order import FIRST_S, Order, PendingCall, memory_of_results
 

@@ -14,8 +14,7 @@ from functools import lru_cache, partial
 from itertools import chain
 
 from weft.core.concurrent import ConcurrentProblem
-from weft.core.errors import require
-from weft.core.logs import warn_once
+from weft.core.errors import require, warn_once
 from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op, Problem, RaggedProblem
 from weft.core.schedule import Gemm, Push, Schedule, steps_of
 from weft.core.work import is_plain

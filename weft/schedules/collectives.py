@@ -167,12 +167,10 @@ class _CollectiveBuilder(Builder):
         """The number of pieces of the longest part."""
 
     def add_slots(self, channel: Channel) -> None:
-        """Add the buffer of a channel."""
         rows = (self.world_size - 1 if channel.per_peer else 1) * self.layout.slots * self.layout.length
         self.add_buffer(channel.buffer, "symmetric", rows, 1)
 
     def pieces_of(self, part: int) -> range:
-        """Return the indices of the pieces of a part."""
         return range(self.layout.count_pieces(self.shard_rows[part]))
 
     def region_of_part(self, buffer: str, rank: int, part: int, piece: int) -> Region:

@@ -41,8 +41,8 @@ from typing import Literal
 
 from weft.core.problem import Span1D
 from weft.core.schedule import Collective, Copy, Flag, Part, Receive, Reduce, Schedule, Send, Signal, Sum, Wait
+from weft.schedules.all_to_all_matmul import AllToAllBuilder
 from weft.schedules.builder import Piece, Request
-from weft.schedules.exchange import AllToAllBuilder
 
 
 class _Combine(AllToAllBuilder):

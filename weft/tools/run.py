@@ -43,8 +43,7 @@ from weft.runtime.groups import GROUPS
 from weft.runtime.plan_cache import versions
 from weft.runtime.ranks import Ranks
 from weft.tools.results import LayerRun, Run, Speeds
-from weft.tools.run_lookups import LookupInputs
-from weft.tools.run_scaled import ScaledInputs
+from weft.tools.run_inputs import LookupInputs, ScaledInputs
 
 Inputs = tuple[torch.Tensor, torch.Tensor] | ScaledInputs | LookupInputs
 """One rank's inputs of a layer."""

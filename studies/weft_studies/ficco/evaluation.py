@@ -34,7 +34,7 @@ from weft.core.span import Span
 from weft.perf import Outcome, engine
 from weft.perf.ranking import estimates
 from weft.perf.terms import whole_collective_us, whole_gemm_us
-from weft.planner.losses import Signature, signature
+from weft.planner.simulated import Signature, signature
 from weft.planner.values import predicted
 from weft.schedules import build
 from weft_studies.ficco.gemms import FICCO_GEMMS, GemmCase, unseen

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weft.core.machine import Machine
-from weft.planner.losses import Signature
+from weft.planner.simulated import Signature
 from weft_studies.ficco import evaluation
 from weft_studies.ficco.evaluation import (
     BESPOKE,

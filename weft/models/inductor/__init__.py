@@ -26,9 +26,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from weft.compat.inductor import CustomGraphPass, cache_hits, inductor_options
+from weft.core import __version__
 from weft.core.errors import require
 from weft.core.problem import Op
-from weft.core.version import __version__
 from weft.models.communicating import CommunicatingLayer
 from weft.models.inductor import gathers, scatters
 from weft.models.inductor.graph import Refused, file_and_line, get_rank_and_size, get_shape, module_name, share_waits

@@ -14,8 +14,7 @@ import torch
 from weft.checker import check
 from weft.comm.rank_group import RankGroup
 from weft.core.concurrent import ConcurrentProblem
-from weft.core.errors import WeftError
-from weft.core.logs import warn_once
+from weft.core.errors import WeftError, warn_once
 from weft.core.schedule import Schedule
 from weft.overlap.concurrent.choice import ConcurrentChoice, planned, worth_measuring
 from weft.overlap.concurrent.collectives import ConcurrentCollective, rehearsed

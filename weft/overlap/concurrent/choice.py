@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.core.concurrent import ConcurrentProblem
-from weft.core.errors import WeftError
-from weft.core.logs import warn_once
+from weft.core.errors import WeftError, warn_once
 from weft.runtime.autotune import MARGIN, Measurement
 from weft.runtime.choose import profile_for
 from weft.schedules.concurrent import PLAIN, SEQUENTIAL, Abilities, build, candidates, parse
@@ -108,7 +107,7 @@ def planned(
 
 def worth_measuring(key: str, problem: ConcurrentProblem, device: torch.device, abilities: Abilities) -> tuple[str, ...]:
     """Return the candidates to measure, sequential first. They depend only on values that are equal on all ranks."""
-    from weft.planner.shortlist import AT_MOST, shortlist
+    from weft.planner.choose import AT_MOST, shortlist
 
     if not min(problem.compute_us or 0.0, problem.communication_us or 0.0) > 0:
         return (str(SEQUENTIAL),)

@@ -27,7 +27,7 @@ from weft.core.concurrent import OpaqueCollective
 from weft.core.problem import CollectiveProblem, Op
 from weft.core.schedule import Schedule
 from weft.ops.common import DTYPES
-from weft.overlap.collectives.calls import CheckedOptions, check_options, check_pair, check_tensor, reduction
+from weft.overlap.collectives import CheckedOptions, check_options, check_pair, check_tensor, reduction
 from weft.runtime.groups import GROUPS
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}

@@ -99,7 +99,6 @@ def program_of(schedule: Schedule, rank: int) -> Program:
 
 
 def _parts(schedule: Schedule, lane: Lane, begin: int, end: int) -> tuple[CollectivePart, ...]:
-    """Return the collectives that some steps of a lane call."""
     numbers = [step.collective for step in steps_of(UserCall, [replace(lane, steps=lane.steps[begin:end])])]
     parts = [(number, schedule.parts[number]) for number in numbers if number is not None]
     return tuple(
@@ -189,13 +188,9 @@ class Executor:
     def enqueue(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """Run one collective. On CUDA it is enqueued on torch's current stream."""
         if part.steps is None:
-            self._run_library_collective(part, collective)
+            self._start_collective(collective)()
         else:
             collective.move(part.steps)
-
-    def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
-        """Run one collective of NCCL or gloo."""
-        self._start_collective(collective)()
 
     def _start_collective(self, collective: ConcurrentCollective) -> Callable[[], None]:
         """Start a gloo collective, and return a function that waits for it, with a timeout.

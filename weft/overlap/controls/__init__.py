@@ -15,8 +15,7 @@ the settings that they found, also after an exception. docs/controls.md says whe
 from __future__ import annotations
 
 from weft.compat.streams import Priority, comm_stream, give_back, lane_priority, launch_order
-from weft.overlap.controls.budget import SmPartition, sm_budget, sm_partition
-from weft.overlap.controls.nccl import nccl_group
+from weft.overlap.controls.budget import SmPartition, nccl_group, sm_budget, sm_partition
 from weft.overlap.controls.residency import DEVICES, Multiprocessor, Occupancy, blocks_per_sm, padding_bytes, this_device
 from weft.overlap.controls.shaping import occupancy, shape
 

@@ -21,11 +21,9 @@ recurrences cover the families that overlap a matmul with communication inside a
 A kernel that counts or stores its tiles is the reverse of the third: piece i is ready after the waves of its own tiles and of
 all tiles before them. The other families have short formulas of their own.
 
-gathers.py  incoming.py                      pieces arrive and are multiplied
-scatters.py  tile_kernels.py                 pieces are computed and sent; by weft's own GEMM kernel
-steps.py                                     the cuBLAS matmul of one step
-all_reduces.py  lookups.py  collectives.py   matmul_all_reduce; embedding lookups; collectives without a matmul
-nodes.py                                     several nodes
+gathers.py        pieces arrive and are multiplied
+scatters.py       pieces are computed and sent, also by weft's own GEMM kernel; matmul_all_reduce
+collectives.py    operators without a matmul: collectives and embedding lookups
 
 All of them use the lanes of weft.perf.lanes.
 """
@@ -36,14 +34,12 @@ from collections.abc import Iterable, Mapping
 
 from weft.core.errors import require
 from weft.core.machine import Machine
-from weft.core.problem import COLLECTIVE_OPS, GATHERS, LOOKUP_OPS, Problem
-from weft.perf.lanes import Rank
-from weft.perf.ranking.all_reduces import estimate_all_reduce_us, estimate_exchanging_kernel_us
-from weft.perf.ranking.collectives import estimate_collective_us
+from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, EXCHANGES, GATHERS, LOOKUP_OPS, Problem
+from weft.perf.lanes import ComputeLane, Rank
+from weft.perf.ranking.collectives import estimate_collective_us, estimate_lookup_us
 from weft.perf.ranking.gathers import estimate_gather_us
-from weft.perf.ranking.lookups import estimate_lookup_us
-from weft.perf.ranking.nodes import estimate_across_nodes_us
-from weft.perf.ranking.scatters import estimate_scatter_us
+from weft.perf.ranking.scatters import estimate_all_reduce_us, estimate_exchanging_kernel_us, estimate_scatter_us
+from weft.perf.terms import collective_us, gathered_bytes, hbm_us
 from weft.schedules import FAMILIES, build, parse, specs
 
 SAME_ON_ONE_NODE = {"matmul_all_to_all": "track_and_trigger", "matmul_all_reduce": "two_shot"}
@@ -108,7 +104,6 @@ def estimates(problem: Problem, machine: Machine, schedules: Iterable[str]) -> d
 
 
 def _estimate_us(rank: Rank, spec: str) -> float:
-    """Return the estimate of one schedule."""
     problem = rank.problem
     (name, count), op = parse(spec), problem.op
     chunks = 1 if name == "shard_p2p" else count or problem.world_size
@@ -133,3 +128,33 @@ def _simulate_us(rank: Rank, name: str, chunks: int | None) -> float:
     from weft.perf.engine import run
 
     return run(build(rank.problem, name, chunks, fan_out=rank.machine.fans_out), rank.machine).total_us
+
+
+def estimate_across_nodes_us(rank: Rank, slices: int) -> float:
+    """Return the time of a problem on several nodes.
+
+    Slices cross the network one after the other, concurrently with the matmul or lookup. The exchange inside a node follows.
+    """
+    problem, machine, network = rank.problem, rank.machine, rank.machine.network
+    assert network is not None, "the machine of several nodes has a network"
+    differs_by_rank = problem.op in (*EXCHANGES, *COLUMN_OPS, *LOOKUP_OPS)  # every rank of another node gets different data
+    copies = problem.world_size - rank.node_ranks if differs_by_rank else len(problem.nodes) - 1
+    sent_bytes, trips = rank.shard_bytes * copies, 2 if problem.op == "matmul_all_reduce" else 1
+    crossing_us = network.step_us + network.latency_us + trips * sent_bytes / slices / (network.gbps * 1e3)
+    if problem.op in LOOKUP_OPS:
+        elements = problem.m * max(problem.columns(source) for source in range(problem.world_size))
+        compute_us = hbm_us(machine, (gathered_bytes(problem, elements, machine) + elements * problem.itemsize) / slices)
+    else:
+        compute_us = rank.library_gemm(-(-rank.rows // slices)).busy_us
+    computed_at_us = crossed_at_us = rank.fork_us
+    for _ in range(slices):
+        if problem.op in GATHERS:
+            crossed_at_us += crossing_us
+            computed_at_us = max(computed_at_us, crossed_at_us) + rank.launch_us + compute_us
+        else:
+            computed_at_us += rank.launch_us + compute_us
+            crossed_at_us = max(crossed_at_us, computed_at_us + rank.flag_us) + crossing_us
+    exchange_us = collective_us(machine, "all_gather", rank.shard_bytes, rank.node_ranks)
+    lane = ComputeLane(rank, computed_at_us)
+    lane.enqueue_weight_gradients()
+    return max(lane.free_at_us, crossed_at_us) + exchange_us + rank.flag_us

@@ -32,9 +32,8 @@ from pathlib import Path
 
 from weft.core import codec
 from weft.core.problem import EXCHANGES
-from weft.planner.models.blocks import place_calls
 from weft.planner.models.config import read_config, read_transformers_config
-from weft.planner.models.values import EmbeddingCall, ExpertsCall, Model, OperatorCall, Place, Uncovered
+from weft.planner.models.values import EmbeddingCall, ExpertsCall, Model, OperatorCall, Place, Uncovered, place_calls
 
 __all__ = [
     "EmbeddingCall",

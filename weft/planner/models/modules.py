@@ -17,8 +17,7 @@ from dataclasses import replace
 from logging import CRITICAL
 from typing import Any
 
-from weft.planner.models.blocks import ROWS, LayerWeight, count_calls, notes_on_layers
-from weft.planner.models.values import Model
+from weft.planner.models.values import ROWS, LayerWeight, Model, count_calls, notes_on_layers
 
 TOP_K = (
     "num_experts_per_tok",

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from weft.core.logs import warn_once
+from weft.core import __version__
+from weft.core.errors import warn_once
 from weft.core.machine import Machine
-from weft.core.version import __version__
 from weft.runtime.ranks import RankFailed, Ranks
 from weft.tools.calibrate import common
 from weft.tools.calibrate.common import ProbeSample

@@ -19,8 +19,8 @@ import torch
 
 from weft.compat.device import of_properties
 from weft.core import codec
+from weft.core.errors import warn_once
 from weft.core.hardware import AlphaBeta, CopyEngines, Gpu, Links, Stores, Table, Tile, numbers
-from weft.core.logs import warn_once
 from weft.core.machine import Machine, load
 from weft.core.problem import ITEMSIZE
 from weft.core.settings import put
@@ -131,7 +131,6 @@ class Profile:
             return otherwise
 
     def _assumed(self, path: str) -> str:
-        """Return the source of a number that was not measured."""
         said = self.base.sources.get(path, "")
         if said == REPORTED:
             return said
@@ -314,7 +313,6 @@ class Profile:
         return round(max(_LEAST_US, hops[0].median_us - 3 * flag_us - self.base.links.latency_us), 3)
 
     def _collectives(self) -> dict[str, Any]:
-        """Return the tables of the collectives that were measured."""
         found = {op: self._or(None, lambda: self._collective(op), f"collectives.{op}") for op in COLLECTIVES}  # noqa: B023
         return {op: table for op, table in found.items() if table}
 

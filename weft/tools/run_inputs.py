@@ -1,16 +1,18 @@
-"""`weft run` uses this module for embedding layers: it draws one rank's tables and bags, makes calls, and measures errors."""
+"""What `weft run` passes to operators: tables and bags of embedding layers, quantised operands, and references."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import embedding_bag
 
-from weft.core.problem import LookupProblem
+from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, LookupProblem, Scaling
 from weft.core.span import Span
 from weft.runtime.calls import LookupCall
+from weft.runtime.products import dequantised
 
 ROWS = 10_000
 """The number of rows of a table. A CPU's caches hold only a small part of such a table."""
@@ -81,3 +83,42 @@ class LookupInputs:
             starts, mode = offsets - offsets[0], self.problem.mode
             found.append(embedding_bag(indices, table.float(), starts, mode=mode, include_last_offset=True))
         return torch.cat(found, 1)
+
+
+class ScaledInputs(NamedTuple):
+    """ScaledInputs has FP8 operands, and their scales in the shapes that weft.core.problem.Scaling requires."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale_a: torch.Tensor
+    scale_b: torch.Tensor
+
+    @classmethod
+    def of(cls, a: torch.Tensor, b: torch.Tensor, scaling: Scaling) -> ScaledInputs:
+        """Quantise matrices of float32."""
+        (rows, scale_a), (columns, scale_b) = _quantised(a, scaling, "a"), _quantised(b.t().contiguous(), scaling, "b")
+        return cls(rows, columns.t(), scale_a, scale_b.t())
+
+    def dequantised(self, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a and b in float32."""
+        return dequantised(self.a, self.scale_a, scaling, "a"), dequantised(self.b, self.scale_b, scaling, "b")
+
+
+def _quantised(matrix: torch.Tensor, scaling: Scaling, operand: Literal["a", "b"]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix, whose last dimension is K, in FP8 with its scales.
+
+    A scale is the largest magnitude among the elements that share it, divided by the largest FP8 value."""
+    rows, k = matrix.shape
+    dtype = getattr(torch, scaling.a if operand == "a" else scaling.b)
+    high, wide = {
+        "tensorwise": (rows, k),
+        "rowwise": (1, k),
+        "blockwise": (1 if operand == "a" else SCALE_BLOCK, SCALE_BLOCK),
+    }[scaling.recipe]
+    if not rows:
+        height, width = scaling.scales_shape("a", rows, k)
+        return matrix.to(dtype), matrix.new_ones(height, width)
+    largest = torch.nn.functional.max_pool2d(matrix.abs()[None], (high, wide), ceil_mode=True)[0]
+    scales = largest.clamp(min=LEAST_MAGNITUDE) / torch.finfo(dtype).max
+    spread = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :k]
+    return (matrix / spread).to(dtype), scales
