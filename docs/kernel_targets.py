@@ -36,7 +36,7 @@ NOT_COMPILED: dict[tuple[str, str], str] = {
 """The reason why the kernels of a module are not compiled for a target, by (module, target)."""
 MODULES = (
     *("gemm_kernel", "all_reduce", "ragged", "ragged_rows", "segments", "experts"),
-    *("lookup", "update", "push", "quantise", "sums", "flag_operations"),
+    *("lookup", "update", "push", "quantise", "sums", "norm", "flag_operations"),
 )
 """The modules of weft.kernels that define kernels."""
 

@@ -112,7 +112,7 @@ TABLES: dict[str, tuple[Mapping[Any, object], dict[type, str]]] = {
     "simulator, beside a computation": (engine.CONCURRENT_STEPS, SPELLED_OUT),
     "simulator, whether all ranks do the same": (rotation._READ, SPELLED_OUT),
     "timelines": (LINES, SPELLED_OUT),
-    "runtime, kernels": (KERNELS, dict.fromkeys((Signal, Copy, Norm, Collective, SendReceive), NO_KERNEL) | BESIDE),
+    "runtime, kernels": (KERNELS, dict.fromkeys((Signal, Copy, Collective, SendReceive), NO_KERNEL) | BESIDE),
 }
 """By room, what gives each type of step its meaning there, and the types that it leaves out, each with the reason."""
 PARTS = {"Region", "Flag", "Store", "Part", "Sum", "Bags", "Send", "Receive", "Segment", "SegmentCopy", "SegmentProduct"}

@@ -308,12 +308,13 @@ KERNELS: dict[type[Step], list[tuple[Op, str]]] = {
     Lookup: [("embedding_bag_all_to_all", "direct_store:2")],
     Push: [("all_gather_matmul", "sequential_stores"), ("all_to_all_columns_matmul", "direct_store:2")],
     FusedCollective: [("matmul_all_reduce", "one_shot")],
+    Norm: [],
     ShareCounts: [("ragged_all_to_all_matmul", "fused")],
     SegmentCopies: [("ragged_all_to_all_matmul", "sequential")],
     GroupedGemm: [("ragged_all_to_all_matmul", "fused"), ("ragged_matmul_all_to_all", "fused")],
 }
-"""By kind of step that is a kernel, schedules that have it."""
-NO_KERNELS = (Wait, Signal, Copy, Norm, Collective, SendReceive, UserCall)
+"""By kind of step that is a kernel, schedules that have it and can be changed."""
+NO_KERNELS = (Wait, Signal, Copy, Collective, SendReceive, UserCall)
 """Copies, gloo's collectives and messages; flags of their own steps. They run as on CPUs without kernels."""
 INVISIBLE = {(ShareCounts, "flag"): "its kernel has a word for each rank, whatever its flags are called"}
 """What the proof reads and kernels do not follow, as docs/design.md lists it."""

@@ -21,6 +21,7 @@ from weft.kernels import (
     gemm,
     gemm_kernel,
     lookup,
+    norm,
     push,
     quantise,
     ragged,
@@ -73,6 +74,7 @@ def examples(module: str, gpu: Capabilities) -> Iterator[Example]:
         "push": _push,
         "quantise": _quantise,
         "sums": _sums,
+        "norm": _norms,
         "flag_operations": _flag_operations,
     }[module](gpu)
 
@@ -374,6 +376,21 @@ def _quantise(_: Capabilities) -> Iterator[Example]:
     constants = {"COLUMNS": quantise._COLUMNS, "ROWS": quantise.ROWS, "MOST": 448.0}
     for block in (0, 128):
         yield _typed(quantise._quantise_kernel, types, constants | {"BLOCK": block}, "stride", warps=quantise._WARPS)
+
+
+def _norms(_: Capabilities) -> Iterator[Example]:
+    """Of rows that fit a block, and of longer ones."""
+    kernel = norm._norm_kernel
+    types: Types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
+    for once in (True, False):
+        yield Example(
+            kernel=kernel,
+            words="at once" if once else "in parts",
+            constants={"EPS": 1e-6, "WIDTH": norm.WIDEST, "ONCE": once},
+            types=types,
+            multiples=("n", "src_stride", "out_stride"),
+            warps=8,
+        )
 
 
 def _sums(_: Capabilities) -> Iterator[Example]:

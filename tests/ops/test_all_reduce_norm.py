@@ -72,6 +72,23 @@ def test_the_kernel(interpreted: Ranks, name: str) -> None:
     assert set(interpreted.run(_as_kernel, name)) == {15}
 
 
+def _long_rows(widest: int) -> None:
+    """The kernel of a norm alone, with rows that fit a block and that do not, and with fewer blocks than rows."""
+    from weft.kernels import norm as kernel
+
+    kernel.WIDEST = widest
+    for rows, n in ((1, 1), (3, 40), (5, 130), (0, 8), (20, 64)):
+        src, weight, out = torch.randn(rows, n), torch.randn(1, n), torch.empty(rows, n)
+        kernel.norm(src, weight, out, eps=NORM_EPS, sms=1)
+        torch.testing.assert_close(out, torch.nn.functional.rms_norm(src, (n,), weight[0], NORM_EPS))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("widest", [32, 8192])
+def test_the_kernel_of_a_norm_alone(interpreted: Ranks, widest: int) -> None:
+    interpreted.run(_long_rows, widest)
+
+
 def _zeros() -> None:
     """A row of zeros has squares of zero, which are words all the same; its norm is zero. NaN stays within its row."""
     a = torch.zeros(3, 8, dtype=torch.float16)

@@ -24,6 +24,7 @@ from weft.core.schedule import (
     Gemm,
     GroupedGemm,
     Lookup,
+    Norm,
     Push,
     Reduce,
     Schedule,
@@ -372,6 +373,7 @@ def _ragged() -> Any:
 KERNELS: dict[type[Step], Callable[[], Callable[..., StepKernel | None]]] = {
     Gemm: lambda: _fused().kernel_of,
     Reduce: lambda: _fused().kernel_of_sum,
+    Norm: lambda: _fused().FusedNorm,
     Push: lambda: _pushes().kernel_of,
     Lookup: lambda: _lookups().FusedLookup,
     FusedCollective: lambda: _fused_collective().FusedCollectiveKernel,

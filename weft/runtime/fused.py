@@ -1,4 +1,4 @@
-"""GEMMs with gates, counts, adds or stores to peers, and sums, run as one kernel on devices whose flags have addresses.
+"""GEMMs with gates, counts, adds or stores to peers, sums, and norms of rows, as kernels of devices whose flags have addresses.
 
 Every rank must treat the same steps as kernels, because a kernel raises its flag once per tile, and the waiter must know the
 number. A rank runs a step part by part, and raises the same flags as far, if the kernel cannot run it: if it cannot load the
@@ -15,8 +15,9 @@ import torch
 
 from weft.core.errors import WaitTimeout
 from weft.core.problem import CollectiveProblem, Recipe, Scaling
-from weft.core.schedule import Flag, Gemm, Part, Reduce, Region, Schedule, signalled_flags, waits
+from weft.core.schedule import Flag, Gemm, Norm, Part, Reduce, Region, Schedule, signalled_flags, waits
 from weft.kernels.gemm import Tables, blocks_for, fits, gemm, in_order, loads, pitch, tables, whole_slices
+from weft.kernels.norm import norm
 from weft.kernels.sums import SumTable, load_runs, region_table, run_table, sum_regions, sum_runs
 from weft.perf.shapes import TileShape, tiles_of
 from weft.runtime.bindings import Bindings, Where
@@ -241,6 +242,18 @@ def adds_pieces(step: Reduce, schedule: Schedule) -> bool:
     columns = {width for region in (*part.srcs, part.out) for width in buffers[region.buffer].cols}
     plain = not part.gates and part.count is None and all(src.shape == part.out.shape for src in part.srcs)
     return fixed and narrow and columns == {1} and plain
+
+
+class FusedNorm(StepKernel):
+    """A FusedNorm is the kernel of a Norm."""
+
+    def __init__(self, site: Site, where: Where, step: Norm) -> None:
+        super().__init__(site, where)
+        self.step = step
+
+    def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
+        src, weight, out = (bindings.view(region) for region in (self.step.src, self.step.weight, self.step.out))
+        norm(src, weight, out, eps=self.step.eps, sms=sms, launched_by=self.launched_by, stream=stream)
 
 
 class FusedSum(StepKernel):
