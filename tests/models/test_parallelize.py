@@ -291,7 +291,7 @@ def test_the_report_as_a_page(ranks: RankFixture) -> None:
         calls = [cells[at : at + 4] for at, cell in enumerate(cells) if cell == "all_gather_matmul"]
         assert ["all_gather_matmul", "18", "shard_p2p", "not measured"] in calls
         whole = cells.index("matmul_all_reduce")
-        assert cells[whole + 8].startswith("for the gradient of the input")
+        assert cells[whole + 9].startswith("for the gradient of the input")
         assert "a &lt;b&gt; of the user&#x27;s" in page
         assert "<script" not in page
 
