@@ -106,7 +106,7 @@ def make_parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "lifetimes": make_test_part(80, "lifetimes"),
         "failures": make_test_part(200, "failures", "handshake", "launch"),
         "operators": make_test_part(350, "ops", "every_operator", "weight_gradients"),
-        "exchanges": make_test_part(240, "all_reduce", "all_to_all", "scatter", "embedding"),
+        "exchanges": make_test_part(300, "all_reduce", "all_reduce_norm", "all_to_all", "scatter", "embedding"),
         "trials": make_test_part(150, "autotune", "buckets"),
         "modules": make_test_part(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),
         "collectives": make_test_part(120, "collectives"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.problem import EXCHANGES
-from weft.core.schedule import Collective, Gemm, Reduce, Region, Schedule, Step, Wait
+from weft.core.schedule import Collective, Gemm, Norm, Reduce, Region, Schedule, Step, Wait
 
 PRIME = 2_147_483_647
 
@@ -55,6 +55,7 @@ class Values:
         self.addends = {
             name: rng.integers(1, PRIME, (calls, problem.m if name == "residual" else 1, problem.n)) for name in problem.addends
         }
+        self.norm_weight = rng.integers(1, PRIME, (calls, 1, problem.n)) if problem.norm_eps is not None else None
         self.products: dict[tuple[int, int], np.ndarray] = {}
         self.factors: dict[tuple[int, int], np.ndarray] = {}
         self.sent: dict[tuple[int, int], dict[int, np.ndarray]] = {}
@@ -73,6 +74,7 @@ class Values:
         if self.exchange:
             a, b = self._whole(rank, call)
         addends = [(name, values[call]) for name, values in self.addends.items()]
+        addends += [] if self.norm_weight is None else [("norm_weight", self.norm_weight[call])]
         for name, value in (("a", a), ("b", b), *addends):
             self.numbers[name, rank][:] = value
             self.known[name, rank][:] = True
@@ -106,6 +108,8 @@ class Values:
             wanted = {"out": full[:, slice(*p.b_shards[rank])]} | ({"gathered": self.a[call]} if p.return_gathered else {})
         elif p.op == "matmul_all_reduce":
             wanted = {"out": (full + sum(values[call] for values in self.addends.values())) % PRIME}
+            if self.norm_weight is not None:
+                wanted["normed"] = normalised(wanted["out"], self.norm_weight[call])
         else:
             wanted = {"out": full[rows] * (pow(p.world_size, -1, PRIME) if p.reduce_op == "avg" else 1) % PRIME}
         for name, value in wanted.items():
@@ -138,6 +142,10 @@ class Values:
                 self.write(access.write, (matmul(found[0], found[1]) + old) % PRIME)
         elif isinstance(access.step, Reduce):
             self.write(access.write, sum(found) % PRIME * pow(access.step.divide_by, -1, PRIME) % PRIME)
+        elif isinstance(access.step, Norm):
+            if found[0].shape[1] != self.problem.n or access.step.eps != self.problem.norm_eps:
+                raise Wrong(f"{access.step} is no norm of whole rows")
+            self.write(access.write, normalised(found[0], found[1]))
         else:
             self.write(access.write, found[0].copy())
 
@@ -176,6 +184,12 @@ class Values:
             total = sum(sent) % PRIME * pow(step.divide_by, -1, PRIME) % PRIME
             rows = slice(None) if step.op == "all_reduce" else slice(*self.problem.shards[access.rank])
             self.write(step.dst, total[rows])
+
+
+def normalised(rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """In place of a norm, which integers do not have: each element times its weight and a number that its whole row gives."""
+    places = np.arange(1, rows.shape[1] + 1)
+    return rows * weight % PRIME * ((1 + (rows * rows % PRIME * places).sum(1, keepdims=True)) % PRIME) % PRIME
 
 
 def matmul(a: np.ndarray, b: np.ndarray) -> np.ndarray:

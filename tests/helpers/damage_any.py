@@ -41,9 +41,10 @@ def any_schedule(rng: random.Random) -> Schedule:
 
 
 def _matmul(rng: random.Random) -> Problem:
-    return Problem(
-        op=rng.choice(OPS), m=rng.randrange(1, 7), n=rng.randrange(1, 7), k=rng.randrange(1, 4), world_size=rng.choice((2, 3))
-    )
+    op = rng.choice(OPS)
+    norm_eps = 1e-5 if op == "matmul_all_reduce" and rng.random() < 0.5 else None
+    sizes = {"m": rng.randrange(1, 7), "n": rng.randrange(1, 7), "k": rng.randrange(1, 4)}
+    return Problem(op=op, **sizes, world_size=rng.choice((2, 3)), norm_eps=norm_eps)
 
 
 def _lookup(rng: random.Random) -> LookupProblem:

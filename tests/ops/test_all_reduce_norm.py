@@ -144,6 +144,8 @@ def _refused() -> list[str]:
         ((a, b, residual, weight), {"eps": 1.5}),
         ((a, b, residual, weight), {"eps": "small"}),
         ((a, b.clone().requires_grad_(), residual, weight), {}),
+        (([a, a], [b, b.clone().requires_grad_()], residual, weight), {}),
+        ((a, b.to(torch.float8_e4m3fn), residual, weight), {}),
         ((a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), residual, weight), {}),
     ):
         try:
@@ -160,7 +162,10 @@ def test_what_is_refused_is_named(ranks: RankFixture) -> None:
     for messages in ranks(2).run(_refused):
         for message, begin in zip(
             messages,
-            ("weight", "weight", "residual", "eps is 1.5", "eps is 'small'", "b requires a gradient", "a has dtype"),
+            (
+                *("weight", "weight", "residual", "eps is 1.5", "eps is 'small'", "b requires a gradient"),
+                *("b requires a gradient", "b has dtype", "a has dtype"),
+            ),
             strict=True,
         ):
             assert message.startswith(begin), message

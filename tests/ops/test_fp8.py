@@ -169,9 +169,7 @@ def test_special_rows_in_one_kernel(recipe: Recipe) -> None:
         assert torch.equal(zeros, torch.zeros_like(zeros))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("op", OPS)
-def test_dtypes_bias_and_shapes(op: Op) -> None:
+def check_options(op: Op) -> None:
     """Every dtype, a bias, several calls with other operands, and rows of three dimensions."""
     rank, public = dist.get_rank(), getattr(weft, op)
     for seed, (dtypes, out_dtype) in enumerate(
@@ -184,6 +182,12 @@ def test_dtypes_bias_and_shapes(op: Op) -> None:
         out = public(shaped[0], b, scale_a=shaped[1], scale_b=scale_b, output_dtype=out_dtype, bias=bias, use_fast_accum=True)
         assert out.dtype == bias.dtype
         _close(out.view(-1, N), given["exact"][rank] + bias.double(), (op, dtypes))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("op", OPS)
+def test_dtypes_bias_and_shapes(ranks: RankFixture, op: Op) -> None:
+    ranks(2).run(check_options, op)
 
 
 def _returned(op: Op, name: str, recipe: Recipe) -> None:
@@ -220,8 +224,7 @@ def test_several_b_have_a_scale_each() -> None:
         _close(out, exact_a @ dequantised(*b, "rowwise", "b"), "several b")
 
 
-@on_ranks(2)
-def test_special_values_are_those_of_torch() -> None:
+def check_special() -> None:
     """What is no number, and what is none any more once it is scaled, comes out as torch's own product has it."""
     rank = dist.get_rank()
     given = drawn("all_gather_matmul", 8, 7, "rowwise", (E4M3, E4M3))
@@ -243,6 +246,11 @@ def test_special_values_are_those_of_torch() -> None:
     assert (out[2] == 0).all()
     numbers = wanted.isfinite()
     torch.testing.assert_close(out[numbers], wanted[numbers], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks
+def test_special_values_are_those_of_torch(ranks: RankFixture) -> None:
+    ranks(2).run(check_special)
 
 
 @on_ranks(1)

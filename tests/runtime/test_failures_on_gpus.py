@@ -466,7 +466,7 @@ def test_a_program_whose_call_raised_while_it_was_enqueued_closes_once_that_call
     ranks.resources.releaser.add(id(program), lambda: ranks.resources.ended(calls[0]))
 
     def raises() -> None:
-        collectives.extend(ranks.resources.watchdog.pending)
+        calls.extend(ranks.resources.watchdog.pending)
         raise MemoryError("planted")
 
     with pytest.raises(MemoryError), ranks.rank_group.fail_group_on_error():

@@ -171,7 +171,8 @@ def test_lookups_load_their_variants_once_all_has_ended(monkeypatch: pytest.Monk
     loading = lambda: log.append("all has ended") or nullcontext()  # noqa: E731
     kernel._columns, kernel._problem = 1, SimpleNamespace(mode="sum")
     kernel.site = SimpleNamespace(device=torch.device("cuda", 0), loading=loading)
-    kernel._loaded, kernel._plan, kernel._out = set(), lambda bindings: None, lambda bindings: None
+    kernel._loaded, kernel._out = set(), lambda bindings: None
+    kernel.tables = SimpleNamespace(of=lambda bindings: None)
     kernel._launch = lambda plan, bindings, *, load_only: log.append("load")
 
     def call(dtype: torch.dtype) -> list[str]:

@@ -158,7 +158,7 @@ def normalised(src: tuple[Rect, Cells], weight: tuple[Rect, Cells], out: Rect) -
     found: Cells = []
     for top, bottom in _bands([r for r, _ in cells], 0):
         first, *others = {content for r, content in cells if r[0] <= top < r[1]}
-        if {(content[0], content[2] + weight_rect[2]) for _, content in weights} != {("W", 0)}:
+        if any(content[0] != "W" or content[2] + weight_rect[2] for _, content in weights):
             content: Content = ("?", "a norm times something else than its weight")
         elif others or first[0] not in SUMS or first[1] is None or first[2] + rect[2]:
             content = ("?", f"a norm of rows that are not whole rows of one sum: {describe(first)}")

@@ -11,9 +11,9 @@
     3  two hops: wait for all pieces' sums, store the tile in out
    norm: wait for the squares of all columns, store the norm of the tile
 
-Tile t belongs to block t mod the number of blocks on every rank. So block i waits for blocks i of its peers alone, and only for
-their earlier phases. The call ends if all blocks are resident, or if blocks start in the order of their numbers. With two hops
-a tile has PIECE columns of every owner, so all blocks of all ranks sum equally many elements.
+Tile t belongs to block t mod the number of blocks on every rank. So, without a norm, block i waits for blocks i of its peers
+alone, and only for their earlier phases. The call ends if all blocks are resident, or if blocks start in the order of their
+numbers. With two hops a tile has PIECE columns of every owner, so all blocks of all ranks sum equally many elements.
 
 A mailbox is symmetric memory: for each tile a region for each source's piece, and with two hops a region for each piece's sum.
 The data is its own flag (weft.kernels.mailbox), which takes one trip and no fence.
@@ -31,10 +31,11 @@ its sum is NaN, here and at every receiver, because an incomplete sum would look
 FP8 factors are multiplied by their scales in float32 before their product is rounded to words. The product of few rows is bound
 by reading b from memory, and FP8 halves its bytes.
 
-A norm needs the sum of squares of whole rows, whose columns are in several blocks of this rank. Each tile puts the sums of its
-rows' squares into words of the own mailbox, one for each row, which are cleared and waited for in the same way, and every block
-adds up those of its rows in the order of columns. So blocks wait for each other, and all of them must be resident: there are at
-most as many as the GPU has room for. The interpreter runs blocks one after the other, and there a norm has one block.
+Norm. A block has some columns of its rows, and the norm needs the squares of all of them. Each tile writes one word for each
+row to the own mailbox, its sum of squares. A block waits for the words of all tiles of its rows, adds them in a fixed order,
+and normalises its tile. So blocks of a rank wait for each other, and all must be resident: there is one for each SM. These
+words have three copies, too. Call c + 1 clears those of call c, each in the block that wrote it, once all blocks of call c have
+ended. The interpreter runs blocks one after the other, so there a norm has one block.
 
 Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; a row of a tile has WIDTH words, a row of a piece PART words,
 and a piece HEIGHT rows; a share is an owner's columns, or rows (SCATTER).
@@ -175,8 +176,8 @@ class AllReducePlan:
         return self.tile_bytes + (4 * COPIES * self.row_tiles * self.column_slots * self.tiling.m if self.norm else 0)
 
     def blocks(self, sms: int) -> int:
-        """Return the number of blocks: one on each SM, or several if they only exchange."""
-        return min(sms if self.multiply else _EXCHANGING * sms, self.count)
+        """Return the number of blocks: one on each SM, or several if they only exchange, and need not all be resident."""
+        return min(sms if self.multiply or self.norm else _EXCHANGING * sms, self.count)
 
 
 def plan(

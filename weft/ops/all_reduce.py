@@ -133,15 +133,22 @@ def matmul_all_reduce_norm(
     """
     factors, bs = factors_of(a, b)
     a, b = factors[0], bs[0]
-    if a.dtype in FLOAT8:
-        raise ValueError(f"a has dtype {a.dtype}; with FP8 operands call matmul_all_reduce, then rms_norm")
-    if torch.is_grad_enabled():
-        for name, tensor in {"a": a, "b": b, "residual": residual, "weight": weight, "bias": bias}.items():
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(
-                    f"{name} requires a gradient, and matmul_all_reduce_norm has none; call it under torch.no_grad(), or call "
-                    "matmul_all_reduce and torch.nn.functional.rms_norm"
-                )
+    for name, tensor in {"a": a, "b": b}.items():
+        if tensor.dtype in FLOAT8:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; with FP8 operands call matmul_all_reduce, then rms_norm")
+    given: dict[str, Sequence[torch.Tensor | None]] = {
+        "a": factors,
+        "b": bs,
+        "residual": [residual],
+        "weight": [weight],
+        "bias": [bias],
+    }
+    for name, some in given.items() if torch.is_grad_enabled() else ():
+        if any(tensor is not None and tensor.requires_grad for tensor in some):
+            raise ValueError(
+                f"{name} requires a gradient, and matmul_all_reduce_norm has none; call it under torch.no_grad(), or call "
+                "matmul_all_reduce and torch.nn.functional.rms_norm"
+            )
     if not isinstance(eps, float) or not 0 <= eps < 1:
         raise ValueError(f"eps is {eps!r}; use a float from 0 to below 1, such as 1e-6")
     shape = (*a.shape[:-1], b.shape[1])

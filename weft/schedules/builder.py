@@ -296,7 +296,7 @@ class Builder:
         if receives and then is not None:
             self.add_steps(rank, "network", Signal(then))
 
-    def make_norm(self, rank: int) -> Norm | None:
+    def take_norm(self, rank: int) -> Norm | None:
         """Return the norm of a rank's result, if the problem has one. A kernel that computes it takes it from here; otherwise
         it is the last step of the compute lane."""
         if self.problem.norm_eps is None or rank in self._normed:
@@ -308,7 +308,7 @@ class Builder:
     def build_schedule(self) -> Schedule:
         """Return the Schedule of the buffers and steps that were added."""
         for rank in self.ranks_with_work:
-            if (norm := self.make_norm(rank)) is not None:
+            if (norm := self.take_norm(rank)) is not None:
                 self.add_steps(rank, "compute", norm)
         return Schedule(
             problem=self.problem,

@@ -35,7 +35,7 @@ class CudaExecutor(Executor):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._streams: dict[tuple[bool, bool], list[torch.cuda.Stream]] = defaultdict(list)
-        """Streams that no use has at present, by whether they have priority, and whether nobody joins them. Work that was
+        """Streams that no use has at present, by whether they have priority, and whether the caller joins them. Work that was
         enqueued on them may still run."""
         self._groups: dict[tuple[str, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 

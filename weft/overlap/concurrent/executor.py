@@ -188,9 +188,13 @@ class Executor:
     def enqueue(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
         """Run one collective. On CUDA it is enqueued on torch's current stream."""
         if part.steps is None:
-            self._start_collective(collective)()
+            self._run_library_collective(part, collective)
         else:
             collective.move(part.steps)
+
+    def _run_library_collective(self, part: CollectivePart, collective: ConcurrentCollective) -> None:
+        # Overridden for GPUs, where NCCL runs it.
+        self._start_collective(collective)()
 
     def _start_collective(self, collective: ConcurrentCollective) -> Callable[[], None]:
         """Start a gloo collective, and return a function that waits for it, with a timeout.

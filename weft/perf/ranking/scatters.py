@@ -311,7 +311,14 @@ def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
 
 def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
     """Return the time of a matmul and an all-reduce: after each other, or an overlapping reduce-scatter and an all-gather."""
-    return _sum_us(rank, family, chunks) + _norm_us(rank)
+    in_kernel = family.matmul == "whole" and family.scatter == "store_kernel" and _stored_hops(rank) == 1
+    return _sum_us(rank, family, chunks) + (0.0 if in_kernel else _norm_us(rank))
+
+
+def _stored_hops(rank: Rank) -> int:
+    """Return the hops of the kernel that exchanges a ready product."""
+    problem = rank.problem
+    return 1 if problem.m * problem.n * problem.itemsize * (rank.node_ranks - 1) <= ONE_HOP_BYTES else 2
 
 
 def _sum_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
@@ -320,8 +327,7 @@ def _sum_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
     if family.matmul == "whole":
         lane.enqueue_matmul(rank.library_gemm(rank.rows))
         if family.scatter == "store_kernel":
-            hops = 1 if product_bytes * (rank.node_ranks - 1) <= ONE_HOP_BYTES else 2
-            return lane.free_at_us + rank.launch_us + _exchange_us(rank, hops)
+            return lane.free_at_us + rank.launch_us + _exchange_us(rank, _stored_hops(rank))
         lane.free_at_us += whole_collective_us(machine, problem)
         if problem.addends:
             lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * product_bytes))
