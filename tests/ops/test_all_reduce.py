@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from compiled import all_reduce_for_a_gpu
 from conftest import RankFixture
+from launch_counts import counting
 from own_schedules import check_from_parts
 from rank_pools import interpreted_ranks, interpreting
 from rank_work import check_all_reduce, whole
@@ -102,15 +103,7 @@ def _as_kernel(name: str) -> int:
     from weft.runtime import fused_collective
 
     assert os.environ["TRITON_INTERPRET"] == "1"
-    launches, launch = 0, fused_collective.FusedCollectiveKernel.launch
-
-    def counted(*arguments: Any, **options: Any) -> None:
-        nonlocal launches
-        launches += 1
-        launch(*arguments, **options)
-
-    fused_collective.FusedCollectiveKernel.launch = counted  # type: ignore[method-assign]
-    try:
+    with counting(fused_collective.FusedCollectiveKernel) as launches:
         for m, n, k in ((3, 40, 19), (18, 17, 8)):
             for call in range(6):
                 if call % 2 and dist.get_rank() == 1:
@@ -119,10 +112,8 @@ def _as_kernel(name: str) -> int:
                 assert _same_everywhere(out)
         again = check_all_reduce(m, n, k, torch.float16, name, call, addends=call % 4)
         assert torch.equal(out, again)
-    finally:
-        fused_collective.FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
-        weft.close()
-    return launches
+    weft.close()
+    return launches.count
 
 
 @pytest.mark.ranks

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RankFixture
+from launch_counts import counting
 from rank_pools import interpreted_ranks
 from rank_work import NORM_EPS, check_norm
 
@@ -47,23 +48,13 @@ def _as_kernel(name: str) -> int:
     """Calls of new data with one and with several tiles of rows and of columns; how often the kernel ran."""
     from weft.runtime import fused_collective
 
-    launches, launch = 0, fused_collective.FusedCollectiveKernel.launch
-
-    def counted(*arguments: Any, **options: Any) -> None:
-        nonlocal launches
-        launches += 1
-        launch(*arguments, **options)
-
-    fused_collective.FusedCollectiveKernel.launch = counted  # type: ignore[method-assign]
     size = dist.get_world_size()
-    try:
+    with counting(fused_collective.FusedCollectiveKernel) as launches:
         for m, n in ((3, 40), (18, 17), (33, 70)):
             for seed in range(5):
                 check_norm(m, n, 8 * size, torch.float16, name, seed, bias=bool(seed % 2))
-    finally:
-        fused_collective.FusedCollectiveKernel.launch = launch  # type: ignore[method-assign]
-        weft.close()
-    return launches
+    weft.close()
+    return launches.count
 
 
 @pytest.mark.ranks
