@@ -337,3 +337,14 @@ def test_many_row_counts() -> None:
         (a, scale_a), (b, scale_b) = given["a"][dist.get_rank()], given["b"][dist.get_rank()]
         out = weft.all_gather_matmul(a, b, scale_a=scale_a, scale_b=scale_b, output_dtype=torch.float32)
         _close(out, given["exact"][dist.get_rank()], rows)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("op", OPS)
+def test_an_fp8_b_without_scales_is_named_before_the_call(op: Op) -> None:
+    """Also in a list, where the operator takes one. The group can go on."""
+    a, b = torch.ones(16, 32, dtype=torch.bfloat16), torch.ones(16, 32).to(E4M3).t()
+    for given in (b, [b]) if op == "all_gather_matmul" else (b,):
+        with pytest.raises(ValueError, match="FP8 operands come with scale_b"):
+            getattr(weft, op)(a, given)
+    assert getattr(weft, op)(a, torch.ones(32, 16, dtype=torch.bfloat16)).shape == (16, 16)

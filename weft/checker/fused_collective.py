@@ -119,7 +119,9 @@ def _place_fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
             return f"{out} is an input of the caller; no step may write it"
         shared = next((region for region in (*read, *outs) if region is not out and _overlap(region, out)), None)
         if shared:
-            return f"out is {out}, which overlaps {shared}, which it reads; use a buffer of its own for one of them"
+            return (
+                f"out is {out}, which overlaps {shared}, which it reads or writes, too; use a buffer of its own for one of them"
+            )
     return ""
 
 

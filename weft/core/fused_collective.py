@@ -3,7 +3,8 @@
     spelled_out   returns an equivalent schedule without FusedCollective steps
 
 A tile of the kernel takes these steps in this order, for its own elements. What is proved of the steps holds for the kernel:
-tiles share no element, and each tile waits and signals for itself where the steps wait and signal for a whole matrix. The
+tiles share no element, and each tile waits and signals for itself where the steps wait and signal for a whole matrix. A norm is
+the last of them: its tiles also wait for squares that other blocks of the same rank sum (weft.kernels.all_reduce). The
 buffers and flags of these steps represent the kernel's mailbox. No other step can name them.
 
     rank r                       rank p, which sums                all_reduce in 2 hops, then

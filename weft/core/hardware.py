@@ -82,7 +82,7 @@ class Gpu:
     hbm_gbps: the rate of reads and writes together. burst_bytes: the unit in which memory is read.
     gather_share: the rate of gathering rows over the rate of a copy. It is above 1 where reading alone is faster than a copy.
     l2_bytes, l2_gbps: the size of the whole last-level cache, and the rate at which kernels read it, if known.
-    shared_bytes, tma, matrix_16bit, exact_fp8: what a block of weft's own GEMM kernel may use (weft.core.hardware), and so
+    shared_bytes, tma, matrix_16bit, exact_fp8: what a block of weft's own GEMM kernel may use (Capabilities), and so
         which tile shapes it has. Without shared_bytes, as for a simulated GPU, it has the library's tiles.
     burst_us, sustained: after matmuls have kept the GPU busy for burst_us within a call, its power limit reduces their rate by
         the factor `sustained`. If both are None, they run at full rate throughout.

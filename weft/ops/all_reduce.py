@@ -78,7 +78,7 @@ def matmul_all_reduce(
     """
     factors, bs = factors_of(a, b)
     a, b = factors[0], bs[0]
-    scaled = quantised("matmul_all_reduce", a, bs, scales) if scales or a.dtype in FLOAT8 else None
+    scaled = quantised("matmul_all_reduce", a, bs, scales) if scales or a.dtype in FLOAT8 or b.dtype in FLOAT8 else None
     if scaled is not None:
         refuse_several(factors)
         refuse_gradients(bias=bias, residual=residual)

@@ -166,7 +166,7 @@ def matmul_all_to_all(
     if columns:
         return columns_to_ranks(a, b, group, schedule)
     check_operands(a, [b], scaled=True)
-    scaled = quantised("matmul_all_to_all", a, [b], scales) if scales or a.dtype in FLOAT8 else None
+    scaled = quantised("matmul_all_to_all", a, [b], scales) if scales or a.dtype in FLOAT8 or b.dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "matmul_all_to_all")
@@ -340,7 +340,7 @@ def all_to_all_matmul(
     if columns:
         return columns_from_ranks(a, b, group, schedule, return_received=return_received)
     check_operands(a, [b], scaled=True)
-    scaled = quantised("all_to_all_matmul", a, [b], scales) if scales or a.dtype in FLOAT8 else None
+    scaled = quantised("all_to_all_matmul", a, [b], scales) if scales or a.dtype in FLOAT8 or b.dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "all_to_all_matmul")

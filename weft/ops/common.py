@@ -261,11 +261,6 @@ def count_rows_per_entry(shape: Sequence[int]) -> int:
     return rows
 
 
-def as_matrix(a: torch.Tensor) -> torch.Tensor:
-    """Return the matrix of a tensor's rows."""
-    return a.reshape(a.shape[0] * count_rows_per_entry(a.shape), a.shape[-1]) if a.dim() > 2 else a
-
-
 def factors_of(a: Any, b: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the factors of the products that are added up. Raises ValueError unless there is a b for each a, and all fit."""
     several = isinstance(a, (list, tuple)), isinstance(b, (list, tuple))

@@ -1,4 +1,4 @@
-"""What torch is told about an operator: its schema, and its floating-point operations, as torch.utils.flop_counter counts them.
+"""What torch knows of an operator: its schema, and its floating-point operations, as torch.utils.flop_counter counts them.
 
 The schema comes from the annotations of the function that computes the operator. An operator's number of operations is that of
 the products which this rank computes, with 2 for a multiplication and an addition, whatever the schedule. Operators that are

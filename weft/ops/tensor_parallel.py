@@ -177,7 +177,7 @@ def all_gather_matmul(
     """
     bs = [b] if isinstance(b, torch.Tensor) else to_list("b", b, "pass a matrix, or several in a list")
     check_operands(a, bs, scaled=True)
-    scaled = quantised("all_gather_matmul", a, bs, scales) if scales or a.dtype in FLOAT8 else None
+    scaled = quantised("all_gather_matmul", a, bs, scales) if scales or a.dtype in FLOAT8 or bs[0].dtype in FLOAT8 else None
     name, rank, world_size = resolve_group(group)
     dim = _dimension("gather_dim", gather_dim, a)
     shape = (a.movedim(dim, 0) if dim else a).shape
@@ -331,7 +331,7 @@ def matmul_reduce_scatter(
     """
     factors, bs = factors_of(a, b)
     a = factors[0]
-    scaled = quantised("matmul_reduce_scatter", a, bs, scales) if scales or a.dtype in FLOAT8 else None
+    scaled = quantised("matmul_reduce_scatter", a, bs, scales) if scales or a.dtype in FLOAT8 or bs[0].dtype in FLOAT8 else None
     if scaled is not None:
         refuse_several(factors)
     if op not in ("sum", "avg"):
