@@ -183,7 +183,8 @@ def _same_everywhere(out: torch.Tensor) -> bool:
 
 
 def _forward(op: Op, spec: str, rows: tuple[int, ...], per_node: int, dtype: torch.dtype = torch.float32) -> None:
-    operators = [one for one in OPERATORS if one.op == op]
+    operators = [one for one in OPERATORS if one.op == op and one.takes(spec)]
+    assert operators
     if per_node:
         weft.close()
         os.environ["WEFT_RANKS_PER_NODE"] = str(per_node)

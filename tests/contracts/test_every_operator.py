@@ -172,6 +172,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"a": A, "b": B, "residual": torch.ones(4, 2), "weight": torch.ones(2)},
         {**PRODUCT, "bias": torch.ones(3), "residual": torch.ones(4, 3), "weight": torch.ones(3), "eps": 2.0},
     ),
+    "all_reduce_norm": (
+        {"x": X, "residual": torch.ones(4, 3), "weight": torch.ones(3)},
+        {
+            "x": X.int(),
+            "residual": torch.ones(4, 2),
+            "weight": torch.ones(2),
+            "bias": torch.ones(2),
+            "eps": 2.0,
+            "group": "x",
+            "schedule": "fast",
+        },
+    ),
     "matmul_all_to_all": ({"a": A, "b": B}, {**EXCHANGE, "split_dim": 1}),
     "all_to_all_matmul": ({"a": A, "b": B}, {**EXCHANGE, "gather_dim": 1}),
     "embedding_bag_all_to_all": (

@@ -18,7 +18,7 @@ from typing import get_args
 import pytest
 import torch
 from conftest import RankFixture
-from families import CASES, NODES, PROBLEMS, WORLD
+from families import CASES, NODES, PROBLEMS, WORLD, sums_rows
 from promise_changes import CHANGES, kinds_changed
 from promise_trace import CALLERS_THREAD, Events, done, promised
 from promise_work import CALLS, PART, given, named
@@ -64,8 +64,9 @@ def _name(spec: str) -> str:
 
 def _of(op: Op) -> list[tuple[str, tuple[int, ...]]]:
     """The families of an operator, on one node and on several; those with chunks in two. On one node, node_slices has another
-    family's steps."""
+    family's steps. All of a sum of rows is in one step, as in matmul_all_reduce."""
     found = [(spec, nodes) for one, spec, nodes in CASES if one == op and (nodes or _name(spec) != "node_slices")]
+    found = [(spec, nodes) for spec, nodes in found if not sums_rows(op, spec)]
     return [(spec, nodes) for spec, nodes in found if not (spec.endswith(":1") and (f"{_name(spec)}:2", nodes) in found)]
 
 

@@ -13,6 +13,8 @@ from weft import collectives
 SPECS = ("sequential", "copy_engine:1", "copy_engine:3")
 GATHERS = (*SPECS, "copy_engine_pull:2")
 """Of all_gather, and of all_reduce."""
+SUMS = (*GATHERS, "one_shot")
+"""Of all_reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,12 @@ def moves(case: Case, spec: str) -> None:
 
 
 def sums(case: Case, spec: str, op: str = "sum") -> None:
-    """reduce_scatter and all_reduce, exactly, unless the library has an order of its own; all_reduce alone where peers pull."""
+    """reduce_scatter and all_reduce, exactly, unless the library has an order of its own; all_reduce alone where only it has
+    the schedule."""
     mine, options = case.drawn(dist.get_rank()), {"schedule": spec, "staging_bytes": case.staging_bytes}
     expected, out = case.summed(op), torch.empty_like(case.part(mine))
     by_library = _summed_by_library(spec, mine)
-    if not spec.startswith("copy_engine_pull"):
+    if not spec.startswith(("copy_engine_pull", "one_shot")):
         collectives.reduce_scatter_tensor(out, mine, op, **options)  # type: ignore[arg-type]
         agree(out, case.part(expected), by_library, (case, spec, op, "reduce_scatter"))
     collectives.all_reduce(mine, op, **options)  # type: ignore[arg-type]

@@ -55,6 +55,8 @@ PROBLEMS: dict[Op, Problem] = {
     ),
 }
 """One small problem of each operator, whose parts are uneven where they may be."""
+ROWS = CollectiveProblem(op="all_reduce", m=5, n=7, world_size=WORLD, dtype="float32", addends=("bias", "residual"))
+"""In place of the elements of an all_reduce, where one kernel sums rows."""
 NODES = (2, 2)
 PULLED = ConcurrentProblem(collectives=(alone("all_gather"),), world_size=WORLD, compute_us=100.0)
 """In place of all collectives, where peers pull: the others are not pulled."""
@@ -67,6 +69,11 @@ def specs(op: Op) -> list[str]:
     if op.startswith("ragged"):
         return list(ragged.FAMILIES)
     return [spec for name in names(op) for spec in ([f"{name}:1", f"{name}:2"] if FAMILIES[name].chunked else [name])]
+
+
+def sums_rows(op: Op, spec: str) -> bool:
+    """Whether an all_reduce by this family is tried with rows, to which something is added."""
+    return op == "all_reduce" and spec in ("one_shot", "two_shot")
 
 
 def _across(op: Op) -> list[str]:
@@ -83,7 +90,7 @@ CASES += [(op, spec, NODES) for op in PROBLEMS for spec in _across(op)]
 @cache
 def made(op: Op, spec: str, nodes: tuple[int, ...] = (), *, norm: bool = False) -> Schedule:
     """The schedule of a case. norm: the result is normalised, too."""
-    problem = PULLED if op == "concurrent" and "pull" in spec else PROBLEMS[op]
+    problem = PULLED if op == "concurrent" and "pull" in spec else ROWS if sums_rows(op, spec) else PROBLEMS[op]
     if norm:
         problem = replace(problem, norm_eps=1e-5)
     if nodes:

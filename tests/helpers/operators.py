@@ -35,9 +35,9 @@ class Operator:
 
     replicated: every rank has the same result, and one loss counts it once. shared: positions of tensors that are the same on
     every rank. even: rows are a multiple of world_size. differentiable: it has a backward, and torch.compile traces it.
-    scheduled: it takes schedule=. inner: how many products or rows an element of the result sums up. needs: of "rows" (of all
-    ranks), "dtype" and "splits", the options that a call cannot do without. layouts: names of the strides that it takes, all by
-    default.
+    scheduled: it takes schedule=. families: those that it takes, where its op has others. inner: how many products or rows an
+    element of the result sums up. needs: of "rows" (of all ranks), "dtype" and "splits", the options that a call cannot do
+    without. layouts: names of the strides that it takes, all by default.
     """
 
     name: str
@@ -51,12 +51,17 @@ class Operator:
     even: bool = False
     differentiable: bool = True
     scheduled: bool = True
+    families: tuple[str, ...] = ()
     inner: int = K
     needs: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ("transposed", "sliced", "every other row", "expanded")
 
     def __str__(self) -> str:
         return self.name if self.name == self.op else f"{self.name}-{self.op}"
+
+    def takes(self, spec: str) -> bool:
+        """Whether calls can have this schedule."""
+        return not self.families or spec.partition(":")[0] in self.families
 
     def rows(self, wanted: int, size: int) -> int:
         """The nearest number of rows, not below `wanted`, that the operator takes on this many ranks."""
@@ -106,6 +111,12 @@ def _normalised(given: list[Arguments], rank: int) -> torch.Tensor:
     """The norm, and below it the sum of which it is."""
     total = _product_sum(given) + given[rank][2] + given[rank][3]
     return torch.cat([torch.nn.functional.rms_norm(total, (N,), given[rank][4], 1e-6), total])
+
+
+def _normalised_sum(given: list[Arguments], rank: int) -> torch.Tensor:
+    _, bias, residual, weight = given[rank]
+    total = torch.stack([each[0] for each in given]).sum(0) + bias + residual
+    return torch.cat([torch.nn.functional.rms_norm(total, (N,), weight, 1e-6), total])
 
 
 def _combined(given: list[Arguments], rank: int) -> torch.Tensor:
@@ -216,6 +227,9 @@ def _into(function: Callable[..., Any], rows: Callable[[int, int], int]) -> Call
         return out
 
     return call
+
+
+_OF_ELEMENTS = ("sequential", "one_shot", "copy_engine", "copy_engine_pull")
 
 
 def _all_reduce_in_place(x: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -357,6 +371,7 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         name="all_reduced",
         op="all_reduce",
+        families=_OF_ELEMENTS,
         public=collectives.all_reduced,
         shapes=lambda rows, size, rank: ((rows, 3),),
         call=collectives.all_reduced,
@@ -393,11 +408,26 @@ OPERATORS: tuple[Operator, ...] = (
     Operator(
         name="all_reduce",
         op="all_reduce",
+        families=_OF_ELEMENTS,
         public=collectives.all_reduce,
         shapes=lambda rows, size, rank: ((rows, 3),),
         call=_all_reduce_in_place,
         expected=_summed,
         differentiable=False,
+    ),
+    Operator(
+        name="all_reduce_norm",
+        op="all_reduce",
+        public=weft.all_reduce_norm,
+        shapes=lambda rows, size, rank: ((rows, N), (N,), (rows, N), (N,)),
+        call=lambda x, bias, residual, weight, **options: torch.cat(
+            weft.all_reduce_norm(x, residual, weight, bias=bias, **options)
+        ),
+        expected=_normalised_sum,
+        replicated=True,
+        shared=(1, 2, 3),
+        differentiable=False,
+        families=("sequential", "one_shot", "two_shot"),
     ),
     Operator(
         name="all_to_all_single",

@@ -159,7 +159,32 @@ def check_norm(m: int, n: int, k: int, dtype: torch.dtype, name: str, seed: int,
         bias=bias if given.get("bias") else None,
         schedule=name,
     )
-    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    agree_with_norm(normed, r, expected, weight)
+
+
+def check_sum_norm(m: int, n: int, dtype: torch.dtype, name: str, seed: int, **given: bool) -> None:
+    """As check_norm, of a sum that is there already. given: bias, residual."""
+    make = torch.Generator().manual_seed(seed)
+    drawn = [torch.randn(m, n, generator=make).to(here(), dtype) for _ in range(dist.get_world_size())]
+    residual, bias, weight = (torch.randn(shape, generator=make).to(here(), dtype) for shape in ((m, n), (n,), (n,)))
+    mine = drawn[dist.get_rank()].clone()
+    normed, r = weft.all_reduce_norm(
+        mine,
+        residual if given.get("residual", True) else None,
+        weight,
+        eps=NORM_EPS,
+        bias=bias if given.get("bias") else None,
+        schedule=name,
+    )
+    assert torch.equal(mine, drawn[dist.get_rank()])
+    total = sum(one.double() for one in drawn)
+    expected = total + residual.double() * given.get("residual", True) + bias.double() * given.get("bias", False)
+    agree_with_norm(normed, r, expected, weight)
+
+
+def agree_with_norm(normed: torch.Tensor, r: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor) -> None:
+    """Compare a sum with that in float64, and its norm with that of the rounded sum."""
+    tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[r.dtype]
     torch.testing.assert_close(r.double(), expected, rtol=tolerance, atol=tolerance)
-    wanted = torch.nn.functional.rms_norm(r.float(), (n,), weight.float(), NORM_EPS)
+    wanted = torch.nn.functional.rms_norm(r.float(), (r.shape[-1],), weight.float(), NORM_EPS)
     torch.testing.assert_close(normed.float(), wanted, rtol=tolerance / 4, atol=tolerance / 8)

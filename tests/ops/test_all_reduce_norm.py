@@ -11,7 +11,7 @@ import torch.distributed as dist
 from conftest import RankFixture
 from launch_counts import counting
 from rank_pools import interpreted_ranks
-from rank_work import NORM_EPS, check_norm
+from rank_work import NORM_EPS, check_norm, check_sum_norm
 
 import weft
 from weft.checker import ScheduleError, check
@@ -61,6 +61,38 @@ def _as_kernel(name: str) -> int:
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "sequential_stores"])
 def test_the_kernel(interpreted: Ranks, name: str) -> None:
     assert set(interpreted.run(_as_kernel, name)) == {15}
+
+
+def _sum_alone(name: str) -> int:
+    """The same of a sum that is there already."""
+    from weft.runtime import fused_collective
+
+    with counting(fused_collective.FusedCollectiveKernel) as launches:
+        for m, n in ((3, 40), (18, 17), (33, 70)):
+            for seed in range(5):
+                check_sum_norm(m, n, torch.float16, name, seed, bias=bool(seed % 2))
+    weft.close()
+    return launches.count
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+def test_the_kernel_without_a_product(interpreted: Ranks, name: str) -> None:
+    assert set(interpreted.run(_sum_alone, name)) == {15}
+
+
+def _every_family_of_sums() -> None:
+    for seed, name in enumerate(("sequential", "one_shot", "two_shot", "auto")):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            check_sum_norm(7, 24, dtype, name, seed, bias=bool(seed % 2), residual=bool(seed % 3))
+            check_sum_norm(7, 24, dtype, name, seed)
+            check_sum_norm(0, 24, dtype, name, seed)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_family_of_sums(ranks: RankFixture, size: int) -> None:
+    ranks(size).run(_every_family_of_sums)
 
 
 def _long_rows(widest: int) -> None:

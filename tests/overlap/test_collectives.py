@@ -8,7 +8,7 @@ from contextlib import nullcontext, suppress
 import pytest
 import torch
 import torch.distributed as dist
-from collective_work import GATHERS, Case, in_place, moves, straight, sums
+from collective_work import GATHERS, SUMS, Case, in_place, moves, straight, sums
 from conftest import RankFixture
 from launch_counts import counting
 from rank_pools import interpreted_ranks, on_ranks
@@ -41,7 +41,7 @@ def test_every_schedule_is_right() -> None:
             moves(Case(elements=elements, dtype=torch.int16, seed=seed), spec)
             if seed:
                 in_place(Case(elements=elements, dtype=torch.float32, seed=seed), spec)
-        for spec in GATHERS:
+        for spec in SUMS:
             sums(Case(elements=elements, dtype=SUMMED[seed], seed=seed), spec, op)
 
 
@@ -326,6 +326,18 @@ def test_sums_run_as_kernels() -> None:
             sums(case, "copy_engine:2", "avg")
             in_place(case, "copy_engine:2")
     assert launches.count >= 10
+
+
+@on_ranks(pool="interpreted")
+def test_few_elements_are_summed_by_one_kernel() -> None:
+    """In place, which the first call's rehearsal must respect: as rows of many columns, of few, and as a single row."""
+    from weft.runtime.fused_collective import FusedCollectiveKernel
+
+    with counting(FusedCollectiveKernel) as launches:
+        for elements in (301, 32, 1024, 1):
+            for op in ("sum", "avg"):
+                sums(Case(elements=elements, dtype=torch.float16, seed=elements), "one_shot", op)
+    assert launches.count == 8
 
 
 def _rehearsed() -> list[int]:

@@ -82,6 +82,10 @@ class Effects:
         """
         if name == "bags":
             return ("P", 0, self._first_column(rank))
+        if name in ADDED:
+            return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
+        if name == "norm_weight":
+            return ("W", 0, 0)
         if isinstance(self.problem, CollectiveProblem):
             # The whole A has all ranks' elements below each other. If ranks are summed, the rank is the k of a product.
             if self.problem.sums:
@@ -94,10 +98,6 @@ class Effects:
         if self.problem.op == "all_gather_matmul":
             offset = self.problem.shards[rank][0] if name == "a" else self._first_column(rank)
             return ("A", offset, 0) if name == "a" else ("B", 0, offset)
-        if name in ADDED:
-            return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
-        if name == "norm_weight":
-            return ("W", 0, 0)
         if name == "x":
             return ("X", self.problem.shards[rank][0] if self.problem.weight_gradients == "shard" else 0, 0)
         offset = self._first_inner(rank)
@@ -259,7 +259,9 @@ class Effects:
         if isinstance(problem, ColumnProblem):
             return _expected_columns(problem, name, rank)
         if isinstance(problem, CollectiveProblem):
-            low, every = problem.shards[rank][0] if problem.op == "reduce_scatter" else 0, ((0, problem.world_size),)
+            if problem.op == "all_reduce":
+                return [(rows, self._whole_sum(name, problem.world_size, problem.divide_by))]
+            low, every = problem.shards[rank][0], ((0, problem.world_size),)
             return [(rows, ("AB", low, 0, every, problem.divide_by) if problem.sums else ("A", 0, 0))]
         if problem.op in LOOKUP_OPS:
             return [(rows, ("P", problem.shards[rank][0], 0))]
@@ -271,10 +273,14 @@ class Effects:
         if problem.op == "all_gather_matmul":
             return [(rows, ("AB", 0, self._first_column(rank), every_k, 1))]
         if problem.op == "matmul_all_reduce":
-            ks = (*sorted(ADDED[name] for name in problem.addends), *every_k)
-            return [(rows, ("N", 0, 0, ("AB", ks, 1)) if name == "normed" else ("AB", 0, 0, ks, 1))]
+            return [(rows, self._whole_sum(name, problem.k))]
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
+
+    def _whole_sum(self, name: str, k: int, divide_by: int = 1) -> Content:
+        """Return the content of the sum over all k and the addends, or of its norm."""
+        ks = (*sorted(ADDED[addend] for addend in self.problem.addends), (0, k))
+        return ("N", 0, 0, ("AB", ks, divide_by)) if name == "normed" else ("AB", 0, 0, ks, divide_by)
 
     def _expected_arrivals(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
         """Return the rows of an all-to-all that `rank` has from `src_rank`, and their content.

@@ -180,6 +180,7 @@ def _examples(op: Op) -> Iterator[Problem]:
             yield replace(plain, reduce_op="avg")
         if op == "matmul_all_reduce":
             yield replace(plain, addends=ADDENDS)
+            yield replace(plain, addends=ADDENDS, norm_eps=1e-6)
 
 
 def _plain_examples(op: Op) -> Iterator[Problem]:

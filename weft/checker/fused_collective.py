@@ -57,8 +57,10 @@ def _common(step: FusedCollective) -> tuple[object, ...]:
 def _fault(schedule: Schedule, rank: int, step: FusedCollective) -> str:
     """Return a fault of a step as text, or ""."""
     problem = schedule.problem
-    if isinstance(problem, (CollectiveProblem, ColumnProblem, LookupProblem, RaggedProblem)):
+    if isinstance(problem, (ColumnProblem, LookupProblem, RaggedProblem)):
         return f"{problem.op} has no product whose sum over ranks a kernel could make"
+    if isinstance(problem, CollectiveProblem) and (problem.op != "all_reduce" or step.multiplies):
+        return f"{problem.op} is no sum over ranks of products; a kernel sums an all_reduce's a"
     if step.hops not in ((1, 2) if step.op == "all_reduce" else (1,)):
         return f"hops is {step.hops}; an all_reduce has 1 or 2, a reduce_scatter 1"
     if not 1 <= step.copies <= MOST_COPIES:

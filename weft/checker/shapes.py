@@ -116,12 +116,11 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
             outputs["received"] = problem.m, problem.k
     elif isinstance(problem, CollectiveProblem):
         inputs = {"a": (problem.a_rows, problem.columns)}
+        _add_to_sum(problem, inputs, outputs)
     else:
         b_columns = problem.n if isinstance(problem, ColumnProblem) else problem.columns
         inputs = {"a": (problem.a_rows, problem.a_columns), "b": (problem.inner, b_columns)}
-        inputs |= {name: (problem.m if name == "residual" else 1, problem.columns) for name in problem.addends}
-        if problem.norm_eps is not None:
-            inputs["norm_weight"], outputs["normed"] = (1, problem.n), (problem.m, problem.n)
+        _add_to_sum(problem, inputs, outputs)
         if problem.return_gathered:
             outputs["gathered"] = problem.out_rows, problem.inner
         if problem.weight_gradients:
@@ -129,6 +128,14 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
             outputs["gradients"] = problem.n, problem.inner
     found = {name: ("input", _shape(problem, *extents)) for name, extents in inputs.items()}
     return found | {name: ("output", _shape(problem, *extents)) for name, extents in outputs.items()}
+
+
+def _add_to_sum(problem: Problem, inputs: dict[str, tuple[Extent, Extent]], outputs: dict[str, tuple[Extent, Extent]]) -> None:
+    """Add the buffers of what is added to a sum, and of its norm."""
+    for name in problem.addends:
+        inputs[name] = problem.m if name == "residual" else 1, problem.n
+    if problem.norm_eps is not None:
+        inputs["norm_weight"], outputs["normed"] = (1, problem.n), (problem.m, problem.n)
 
 
 def _segmented_buffers(problem: RaggedProblem) -> dict[str, tuple[str, Shape]]:

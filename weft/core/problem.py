@@ -26,6 +26,10 @@ A collective alone moves M contiguous elements (`CollectiveProblem`):
     all_gather      a_m  ->  out_M        reduce_scatter  a_M  ->  out_m
     all_to_all      a_M  ->  out_M        all_reduce      a_M  ->  out_M
 
+An all_reduce may also be of matrices, with addends and a norm as in a matmul_all_reduce:
+
+    all_reduce      a_MN ->  out_MN       all_reduce(a) + bias + residual, and rms_norm(out) * norm_weight -> normed_MN
+
 Ranks of one node load from and store to each other's memory; ranks of different nodes can only send and receive.
 """
 
@@ -90,7 +94,10 @@ ROWWISE_OPS: Ops = ("all_gather_matmul", "all_to_all_matmul", *RAGGED_OPS)
 """Operators of SCALED_OPS that need rowwise scales of an FP8 a, since rows of several ranks are multiplied together, or by
 several b. A tensorwise scale is expanded to rows."""
 ADDENDS: tuple[Addend, ...] = ("bias", "residual")
-"""Tensors that matmul_all_reduce adds to its sum, the same on every rank: a row that is added to each row, and a matrix."""
+"""Tensors that operators of SUMMED_WHOLE add to their sum, the same on every rank: a row that is added to each row, and a
+matrix."""
+SUMMED_WHOLE: Ops = ("matmul_all_reduce", "all_reduce")
+"""Operators whose sum every rank has whole. They can add ADDENDS to it, and normalise its rows."""
 ITEMSIZE: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element, by dtype that weft computes with."""
 
@@ -205,13 +212,13 @@ class Problem:
     return_gathered: operators of GATHERS also return the rows that they multiply. reduce_op: "avg" for one of AVERAGES.
     row_multiple: shards of M are cut at multiples of it (a leading dimension's entry may be several rows).
     b_sizes: by rank, the length of b's sharded dimension (N or K) if it differs from `split`; not for an all-to-all.
-    addends: the tensors that matmul_all_reduce adds to the sum over ranks, in the order of ADDENDS.
+    addends: the tensors that an operator of SUMMED_WHOLE adds to the sum over ranks, in the order of ADDENDS.
     products: how many products each rank of an operator of REDUCTIONS adds up. Their a are side by side along K, and their b
     one below the other; k is of all of them.
     weight_gradients: matmul_reduce_scatter also returns x^T @ a, N x k, for another input x, M x N. If out is the gradient of
     the a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of
     x. With "shard" it has its shard of x's rows, which are gathered.
-    norm_eps: matmul_all_reduce also returns rms_norm(out) * norm_weight, with this epsilon. None for no norm.
+    norm_eps: an operator of SUMMED_WHOLE also returns rms_norm(out) * norm_weight, with this epsilon. None for no norm.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
     MOST_WORLD), or inconsistent sizes.
@@ -261,7 +268,7 @@ class Problem:
             raise ValueError(f"m is {self.m}; it must be a multiple of row_multiple, {self.row_multiple}")
         if self.b_sizes:
             self._check_sizes()
-        allowed = ADDENDS if self.op == "matmul_all_reduce" else ()
+        allowed = ADDENDS if self.op in SUMMED_WHOLE and self.reduce_op == "sum" else ()
         if self.addends != tuple(name for name in allowed if name in self.addends):
             raise ValueError(f"addends is {self.addends}; {self.op} takes any of {allowed}, each once, in this order")
         if self.nodes and (len(self.nodes) == 1 or min(self.nodes) < 1 or sum(self.nodes) != self.world_size):
@@ -272,8 +279,8 @@ class Problem:
             raise ValueError(f"products is {self.products}; {takes}, use 1")
         if self.weight_gradients:
             self._check_weight_gradients()
-        if self.norm_eps is not None and (self.op != "matmul_all_reduce" or not 0 <= self.norm_eps < 1):
-            takes = "use a number from 0 to below 1" if self.op == "matmul_all_reduce" else f"{self.op} has no norm, use None"
+        if self.norm_eps is not None and (self.op not in SUMMED_WHOLE or not 0 <= self.norm_eps < 1):
+            takes = "use a number from 0 to below 1" if self.op in SUMMED_WHOLE else f"{self.op} has no norm, use None"
             raise ValueError(f"norm_eps is {self.norm_eps!r}; {takes}")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
@@ -425,10 +432,14 @@ class Problem:
         flags = "".join([" +gathered" * self.return_gathered, " avg" * (self.reduce_op == "avg")])
         flags += f" of {self.products} products" * (self.products > 1)
         flags += f" +gradients of weights, x {self.weight_gradients}" if self.weight_gradients else ""
-        flags += "".join(f" +{name}" for name in self.addends)
-        flags += "" if self.norm_eps is None else f" +norm, eps {self.norm_eps:g}"
-        flags += _on_nodes(self.nodes)
+        flags += self._added + _on_nodes(self.nodes)
         return f"{self.op} M={self.m} N={self.n} K={self.k} {self._dtypes} world_size={self.world_size}{flags}"
+
+    @property
+    def _added(self) -> str:
+        return "".join(f" +{name}" for name in self.addends) + (
+            "" if self.norm_eps is None else f" +norm, eps {self.norm_eps:g}"
+        )
 
     @property
     def _dtypes(self) -> str:
@@ -585,8 +596,9 @@ class CollectiveProblem(Problem):
 
     all_gather: m elements of each rank, M in all. reduce_scatter: M of each rank, summed; each gets m of the sum. all_reduce: M
     of each, summed. all_to_all: M of each; m of them go to each rank.
+    n: an all_reduce may be of matrices of n columns (`rows_matter`). With addends or a norm it is.
     Calls may be in place: a may be its own part of out (all_gather), out its own part of a (reduce_scatter), or both may be the
-    same (all_reduce). A schedule must be correct for these, too.
+    same (all_reduce, of single columns). A schedule must be correct for these, too.
     dtype: "uint8" for bytes of any type if nothing is summed. Sums are in float32, in the order of ranks, and rounded once.
     staging_bytes: the symmetric memory that a schedule may use on a rank. sms: the number of SMs that sum.
     reachable: out is in symmetric memory on every rank, so that peers may write to it during a call.
@@ -612,8 +624,8 @@ class CollectiveProblem(Problem):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least {low}")
-        if self.n != 1 or self.k != 1 or self.row_multiple != 1 or self.b_sizes:
-            raise ValueError(f"n is {self.n}, k {self.k}; a collective has m alone: leave out the others")
+        if (self.n != 1 and self.op != "all_reduce") or self.k != 1 or self.row_multiple != 1 or self.b_sizes:
+            raise ValueError(f"n is {self.n}, k {self.k}; {self.op} has m alone: leave out the others")
         if self.op != "all_reduce" and self.m % self.world_size:
             raise ValueError(f"m is {self.m}; {self.op} needs a multiple of world_size, {self.world_size}")
         if self.sums and self.dtype == "uint8":
@@ -623,6 +635,11 @@ class CollectiveProblem(Problem):
     def sums(self) -> bool:
         """True if elements of ranks are added up."""
         return self.op in ("reduce_scatter", "all_reduce")
+
+    @property
+    def rows_matter(self) -> bool:
+        """True if data are matrices, whose rows addends and norms need. Otherwise they are elements in a row."""
+        return self.n != 1 or bool(self.addends) or self.norm_eps is not None
 
     @property
     def divide_by(self) -> int:
@@ -636,7 +653,7 @@ class CollectiveProblem(Problem):
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
         """The elements of M that each rank owns; in an all-to-all, those of every rank that go to it."""
-        unit = self.ALIGN_BYTES // self.itemsize if self.op == "all_reduce" else 1
+        unit = self.ALIGN_BYTES // self.itemsize if self.op == "all_reduce" and self.n == 1 else 1
         cuts = split(-(-self.m // unit), self.world_size)
         return tuple((min(low * unit, self.m), min(high * unit, self.m)) for low, high in cuts)
 
@@ -653,15 +670,16 @@ class CollectiveProblem(Problem):
     def alias(self, rank: int) -> int | None:
         """Return which element of a is the first of out in an in-place call, or None if a call cannot be in place."""
         low = self.shards[rank][0]
-        return {"all_gather": -low, "reduce_scatter": low, "all_reduce": 0}.get(self.op)
+        return None if self.rows_matter else {"all_gather": -low, "reduce_scatter": low, "all_reduce": 0}.get(self.op)
 
     @property
     def flops(self) -> int:
         return 0
 
     def __str__(self) -> str:
-        flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable
-        return f"{self.op} M={self.m} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}{flags}"
+        flags = " avg" * (self.reduce_op == "avg") + " +reachable" * self.reachable + self._added
+        sizes = f"M={self.m} N={self.n}" if self.rows_matter else f"M={self.m}"
+        return f"{self.op} {sizes} {self.dtype} world_size={self.world_size}{_on_nodes(self.nodes)}{flags}"
 
 
 @dataclass(frozen=True, kw_only=True)

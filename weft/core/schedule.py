@@ -327,6 +327,10 @@ class Norm:
         return f"norm {self.src} * {self.weight} -> {self.out}"
 
 
+MAILBOX_COPIES = 3
+"""Copies of a mailbox, which are enough for any schedule (weft.checker.fused_collective.written_too_early)."""
+
+
 @dataclass(frozen=True, slots=True)
 class FusedCollective:
     """One persistent kernel that sums the tiles of all ranks, on a lane of kind compute. Every rank runs the same.
@@ -356,7 +360,7 @@ class FusedCollective:
     addends: tuple[Region, ...] = ()
     divide_by: int = 1
     mailbox: str = "mailbox"
-    copies: int = 3
+    copies: int = MAILBOX_COPIES
     norm: Norm | None = None
 
     @property

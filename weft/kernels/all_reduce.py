@@ -54,13 +54,13 @@ import triton.language as tl
 from weft.compat.device import capabilities
 from weft.core.hardware import Capabilities
 from weft.core.problem import SCALE_BLOCK, Problem, Span1D
+from weft.core.schedule import MAILBOX_COPIES
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import clear, pack_words, place, received
 from weft.kernels.scaled import RowScales, block_scales, operand, scaled, scales_of, specialised
 from weft.perf.shapes import EXCHANGED_BYTES, promotes, streamed_tile, streams_wide
 from weft.triton.flags import table
 
-COPIES = 3
 _SHARED_BYTES = 180 << 10
 """Shared memory for tiles in flight, if the GPU allows a block that much."""
 _EXCHANGING = 4
@@ -169,11 +169,11 @@ class AllReducePlan:
     @property
     def tile_bytes(self) -> int:
         """The bytes of the regions of tiles. The words of squares follow them."""
-        return COPIES * self.count * self.regions * self.region_bytes
+        return MAILBOX_COPIES * self.count * self.regions * self.region_bytes
 
     @property
     def mailbox_bytes(self) -> int:
-        return self.tile_bytes + (4 * COPIES * self.row_tiles * self.column_slots * self.tiling.m if self.norm else 0)
+        return self.tile_bytes + (4 * MAILBOX_COPIES * self.row_tiles * self.column_slots * self.tiling.m if self.norm else 0)
 
     def blocks(self, sms: int) -> int:
         """Return the number of blocks: one on each SM, or several if they only exchange, and need not all be resident."""
@@ -263,7 +263,8 @@ def all_reduce(
     factors: a [M, k] with contiguous rows, and b [k, N] of any strides.
     partial: [M, N] with contiguous rows.
     bias, residual: [1, N] and [M, N], contiguous.
-    live: exchange and count. Otherwise it is a rehearsal, which neither sends nor waits, and out is invalid.
+    live: exchange and count. Otherwise it is a rehearsal, which neither sends nor waits, and leaves out as it is, because a
+        call may work in place.
     tries: a wait gives up after this many looks.
     scales: the float32 scales of FP8 factors a and b, of the shapes that weft.core.problem.Scaling names, with any strides.
     norm: the weight [1, N] of the norm, and where its result [M, N] goes, contiguous, if the layout has one.
@@ -467,7 +468,7 @@ def _all_reduce_kernel(
             total = total / DIVIDE_BY
         if not TWO_HOPS:
             result = total.to(ELEMENT)
-            tl.store(out_ptr + places, result, mask=mask)
+            tl.store(out_ptr + places, result, mask=mask & (live != 0))
             if NORM:  # noqa: SIM102 - the compiler leaves a branch out only if the whole condition is a constant
                 if live != 0:
                     squares = tl.sum(tl.where(mask, result.to(tl.float32) * result.to(tl.float32), 0.0), axis=1)
@@ -493,7 +494,7 @@ def _all_reduce_kernel(
                 (rows < m)[:, None] & (word // PART < WORLD), tries, abort_ptr, status_ptr, tile * REGIONS + WORLD, call,
                 1, 0, ELEMENT, BLOCK_M, WIDTH, THREADS,
             )  # fmt: skip
-            tl.store(out_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], total.to(ELEMENT), mask=mask)
+            tl.store(out_ptr + rows[:, None].to(tl.int64) * n + cols[None, :], total.to(ELEMENT), mask=mask & (live != 0))
     if NORM:
         # Behind it, every thread sees what any thread of the block has stored in out.
         tl.debug_barrier()

@@ -9,7 +9,7 @@ Each file has its operators from the public function to the backward. common.py 
 public function returns an OperatorRequest, which front.py runs and remembers. operator.py defines torch.library's operators.
 
     tensor_parallel.py        all_gather_matmul, matmul_reduce_scatter
-    all_reduce.py             matmul_all_reduce, matmul_all_reduce_norm
+    all_reduce.py             matmul_all_reduce, matmul_all_reduce_norm, all_reduce_norm
     all_to_all.py             matmul_all_to_all, all_to_all_matmul, of rows in even shares, also cut by columns
     ragged_all_to_all.py      these two operators with splits
     embedding.py              embedding_bag_all_to_all; its arguments, also optimizers, are in embedding_arguments.py
@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from weft.ops import collective, column_parallel, experts  # noqa: F401 - saved graphs find these operators, too
-from weft.ops.all_reduce import matmul_all_reduce, matmul_all_reduce_norm
+from weft.ops.all_reduce import all_reduce_norm, matmul_all_reduce, matmul_all_reduce_norm
 from weft.ops.all_to_all import all_to_all_matmul, matmul_all_to_all
 from weft.ops.common import resolve_group
 from weft.ops.embedding import embedding_bag_all_to_all
@@ -37,6 +37,7 @@ __all__ = [
     "SGD",
     "RowwiseAdagrad",
     "all_gather_matmul",
+    "all_reduce_norm",
     "all_to_all_matmul",
     "choices",
     "close",

@@ -2,11 +2,13 @@
 
     matmul_all_reduce(a, b)        replaces   c = a @ b; dist.all_reduce(c)
     matmul_all_reduce_norm(...)    replaces   the same, residual + c, and the RMSNorm of that
+    all_reduce_norm(x, ...)        replaces   dist.all_reduce(x), residual + x, and the RMSNorm of that
 
 Capitals M N are full extents, k is a rank's part of K. The operator of torch.library takes flat matrices and a group's name:
 
     weft::matmul_all_reduce(a [M, k]..., b [k, N]..., bias [N]?, residual [M, N]?, ...)   -> out [M, N]
     weft::matmul_all_reduce_norm(a..., b..., bias?, residual?, norm_weight [N], eps, ...)  -> [normed [M, N], out [M, N]]
+    weft::all_reduce_norm(x [M, N], bias?, residual?, norm_weight [N], eps, ...)           -> [normed [M, N], out [M, N]]
 
 Every rank has the whole result, so its gradient is whole on every rank, too, and the backward needs no exchange:
 
@@ -28,6 +30,9 @@ from weft.core.schedule import Schedule
 from weft.ops.common import (
     FLOAT8,
     check_addend,
+    check_device,
+    check_local_strided,
+    describe,
     factors_of,
     resolve_group,
     rows_of,
@@ -38,6 +43,7 @@ from weft.ops.operator import define
 from weft.ops.parts import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, new_product, quantised, refuse_gradients, refuse_several, with_scales
 from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
+from weft.runtime.collective_calls import AllReduceCall, check_summed, staging_from_environment
 
 
 @public
@@ -136,27 +142,10 @@ def matmul_all_reduce_norm(
     for name, tensor in {"a": a, "b": b}.items():
         if tensor.dtype in FLOAT8:
             raise ValueError(f"{name} has dtype {tensor.dtype}; with FP8 operands call matmul_all_reduce, then rms_norm")
-    given: dict[str, Sequence[torch.Tensor | None]] = {
-        "a": factors,
-        "b": bs,
-        "residual": [residual],
-        "weight": [weight],
-        "bias": [bias],
-    }
-    for name, some in given.items() if torch.is_grad_enabled() else ():
-        if any(tensor is not None and tensor.requires_grad for tensor in some):
-            raise ValueError(
-                f"{name} requires a gradient, and matmul_all_reduce_norm has none; call it under torch.no_grad(), or call "
-                "matmul_all_reduce and torch.nn.functional.rms_norm"
-            )
-    if not isinstance(eps, float) or not 0 <= eps < 1:
-        raise ValueError(f"eps is {eps!r}; use a float from 0 to below 1, such as 1e-6")
+    added: dict[str, Sequence[torch.Tensor | None]] = {"residual": [residual], "weight": [weight], "bias": [bias]}
+    _refuse_gradients_of_norm("matmul_all_reduce_norm", "matmul_all_reduce", {"a": factors, "b": bs} | added)
     shape = (*a.shape[:-1], b.shape[1])
-    check_addend("weight", weight, (b.shape[1],), a.dtype, a.device)
-    if bias is not None:
-        check_addend("bias", bias, (b.shape[1],), a.dtype, a.device)
-    if residual is not None:
-        check_addend("residual", residual, shape, a.dtype, a.device)
+    _check_norm(shape, a, residual, weight, bias, eps)
     of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
     view, tensors = rows_of(shape), (factors, bs, bias, residual, weight)
     reads = (view, None, None, view, None)
@@ -164,6 +153,77 @@ def matmul_all_reduce_norm(
         tuple[torch.Tensor, torch.Tensor],
         OperatorRequest(flat_matmul_all_reduce_norm, tensors, (eps, of_group[0], spec), group, reads, view, tuple),
     )  # `public` runs it
+
+
+@public
+def all_reduce_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    eps: float = 1e-6,
+    schedule: str | Schedule = "auto",
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute r = residual + all_reduce(x) + bias, and the RMSNorm of r, for an x that is there already: of few rows as one
+    kernel.
+
+    Replaces
+
+        dist.all_reduce(x, group=group); r = residual + x + bias
+        normed = torch.nn.functional.rms_norm(r, (N,), weight, eps)
+
+    Args:
+        x: [M, ..., N], this rank's part of the sum, of bfloat16, float16 or float32. It is not changed.
+        residual, weight, group, eps, bias: as for matmul_all_reduce_norm.
+        schedule: "auto", "one_shot", "two_shot", "sequential" (NCCL's or gloo's all-reduce, a sum and a norm), or a
+            weft.schedule.Schedule.
+
+    Sums, rounding, gradients, results and errors are as for matmul_all_reduce_norm.
+    """
+    if not isinstance(x, torch.Tensor) or x.dim() < 1:
+        raise ValueError(f"x is {describe(x)}; it must be a tensor of at least one dimension")
+    check_local_strided("x", x)
+    check_device("x", x)
+    check_summed("all_reduce_norm", "x", x)
+    added: dict[str, Sequence[torch.Tensor | None]] = {"residual": [residual], "weight": [weight], "bias": [bias]}
+    _refuse_gradients_of_norm("all_reduce_norm", "weft.collectives.all_reduced", {"x": [x]} | added)
+    _check_norm(tuple(x.shape), x, residual, weight, bias, eps)
+    of_group, spec = resolve_group(group), schedule_to_spec(schedule, "all_reduce")
+    view = rows_of(tuple(x.shape))
+    tensors, reads = (x, bias, residual, weight), (view, None, view, None)
+    return cast(
+        tuple[torch.Tensor, torch.Tensor],
+        OperatorRequest(flat_all_reduce_norm, tensors, (eps, of_group[0], spec), group, reads, view, tuple),
+    )  # `public` runs it
+
+
+def _refuse_gradients_of_norm(op: str, unfused: str, given: dict[str, Sequence[torch.Tensor | None]]) -> None:
+    for name, some in given.items() if torch.is_grad_enabled() else ():
+        if any(tensor is not None and tensor.requires_grad for tensor in some):
+            raise ValueError(
+                f"{name} requires a gradient, and {op} has none; call it under torch.no_grad(), or call {unfused} and "
+                "torch.nn.functional.rms_norm"
+            )
+
+
+def _check_norm(
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> None:
+    """Check what is added to a result of this shape, and its norm. Raises ValueError."""
+    if not isinstance(eps, float) or not 0 <= eps < 1:
+        raise ValueError(f"eps is {eps!r}; use a float from 0 to below 1, such as 1e-6")
+    check_addend("weight", weight, shape[-1:], like.dtype, like.device)
+    if bias is not None:
+        check_addend("bias", bias, shape[-1:], like.dtype, like.device)
+    if residual is not None:
+        check_addend("residual", residual, shape, like.dtype, like.device)
 
 
 def _run_norm(
@@ -187,6 +247,29 @@ def _fake_norm(factors: list[torch.Tensor], bs: list[torch.Tensor], *_: Any) -> 
 
 flat_matmul_all_reduce_norm = define("matmul_all_reduce_norm", _run_norm, _fake_norm, returns=list[torch.Tensor])
 """The operator weft::matmul_all_reduce_norm, which takes matrices. It returns the norm, and what it is the norm of."""
+
+
+def _run_sum_norm(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    eps: float,
+    group: str,
+    schedule: str,
+) -> AllReduceCall:
+    extras = _extras(bias, residual) | {"norm_weight": norm_weight[None]}
+    staging_bytes = staging_from_environment(x.device)
+    how: dict[str, Any] = {"group": group, "schedule": schedule, "extras": extras, "norm_eps": eps}
+    return AllReduceCall(op="all_reduce", a=x.contiguous(), staging_bytes=staging_bytes, **how)
+
+
+def _fake_sum_norm(x: torch.Tensor, *_: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2)]
+
+
+flat_all_reduce_norm = define("all_reduce_norm", _run_sum_norm, _fake_sum_norm, returns=list[torch.Tensor])
+"""The operator weft::all_reduce_norm, which takes matrices. It returns the norm, and what it is the norm of."""
 
 
 def _extras(bias: torch.Tensor | None, residual: torch.Tensor | None) -> dict[str, torch.Tensor]:

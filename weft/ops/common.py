@@ -174,8 +174,7 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
     if not bs:
         raise ValueError("b is an empty list; pass one matrix or several")
     check_local_strided("a", a)
-    if not (a.is_cuda or a.is_cpu):
-        raise ValueError(f"a is on {a.device}; weft runs on cpu and cuda")
+    check_device("a", a)
     is_float8 = scaled and a.dtype in FLOAT8
     if a.dtype not in DTYPES and not is_float8:
         also = f", and with scales {', '.join(FLOAT8.values())}" if scaled else ""
@@ -192,6 +191,12 @@ def check_operands(a: torch.Tensor, bs: Sequence[torch.Tensor], *, parts: int = 
         same_dtype = b.dtype in FLOAT8 if is_float8 else a.dtype == b.dtype or (scaled and b.dtype in FLOAT8)
         if not same_dtype or b.get_device() != a.get_device() or b.is_cpu != a.is_cpu:
             raise ValueError(f"{name} is {b.dtype} on {b.device}, a is {a.dtype} on {a.device}; they must agree")
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the tensor is on a device that weft runs on."""
+    if not (tensor.is_cuda or tensor.is_cpu):
+        raise ValueError(f"{name} is on {tensor.device}; weft runs on cpu and cuda")
 
 
 def check_local_strided(name: str, tensor: torch.Tensor) -> None:

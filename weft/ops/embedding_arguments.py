@@ -17,7 +17,7 @@ import torch
 
 from weft.compat.dispatch import graph_break
 from weft.core.errors import require
-from weft.ops.common import DTYPES, check_local_strided, describe
+from weft.ops.common import DTYPES, check_device, check_local_strided, describe
 
 
 @dataclass(kw_only=True)
@@ -100,8 +100,7 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 def check_indices(indices: torch.Tensor, weights: torch.Tensor | None, mode: str) -> None:
     if not isinstance(indices, torch.Tensor) or indices.dim() != 1 or indices.dtype not in _INDEX_TYPES:
         raise ValueError(f"indices is {_kind_of(indices)}; it must be a vector of int32 or int64")
-    if indices.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"indices is on {indices.device}; weft runs on cpu and cuda")
+    check_device("indices", indices)
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode is {mode!r}; use 'sum' or 'mean'")
     if weights is None:

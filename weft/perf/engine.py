@@ -196,7 +196,8 @@ def _signal(world: World, rank: int, lane: Lane, step: Signal) -> Process:
 
 
 def _reduce(world: World, rank: int, lane: Lane, step: Reduce) -> Process:
-    sms = world.schedule.problem.sms if isinstance(world.schedule.problem, CollectiveProblem) else None
+    problem = world.schedule.problem
+    sms = problem.sms if isinstance(problem, CollectiveProblem) and lane.kind == "blocks" else None
     return kernels.reduce(world, rank, step, sms)
 
 

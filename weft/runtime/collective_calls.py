@@ -1,17 +1,17 @@
-"""A CollectiveCall is one rank's call of a collective without a computation."""
+"""A CollectiveCall is one rank's call of a collective without a computation; an AllReduceCall, of one of whole rows."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from weft.comm.symmetric_heap import SymmetricPlace
 from weft.core import __version__
-from weft.core.problem import ITEMSIZE, CollectiveProblem
+from weft.core.problem import ADDENDS, ITEMSIZE, CollectiveProblem
 from weft.runtime.bindings import Inputs, Outputs
 from weft.runtime.bound import DTYPES
 from weft.runtime.calls import Call
@@ -168,6 +168,70 @@ class CollectiveCall(Call):
             staging_bytes=min(shares),
             sms=self.sms,
             reachable=self.reach is not None,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class AllReduceCall(Call):
+    """An AllReduceCall is a call of an all_reduce of the rows of a matrix, which adds to the sum, and normalises it.
+
+    a: [M, N], contiguous.
+    extras: further inputs by name: bias [1, N], residual [M, N], norm_weight [1, N].
+    norm_eps: as in weft.core.problem.Problem; extras then have norm_weight.
+    """
+
+    a: torch.Tensor
+    staging_bytes: int
+    extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    norm_eps: float | None = None
+
+    def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
+        return outputs.get("normed", []) + outputs["out"]
+
+    @property
+    def inputs(self) -> Inputs:
+        return {"a": (self.a,), **{name: (tensor,) for name, tensor in self.extras.items()}}
+
+    @property
+    def device(self) -> torch.device:
+        return self.a.device
+
+    @property
+    def share(self) -> int:
+        """The bytes that this rank can stage, as in CollectiveCall."""
+        return self.staging_bytes if self.schedule.startswith("value:") else affordable(self.staging_bytes, self.a.device)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        fixed = (self.op, self.schedule, self.staging_bytes, self.norm_eps)
+        return (*fixed, self.a.shape, self.a.dtype, self.a.get_device(), *self.extras)
+
+    def describe(self) -> str:
+        lines = (
+            f"op: {self.op}",
+            f"M: {self.a.shape[0]}",
+            f"N: {self.a.shape[1]}",
+            f"dtype: {self.a.dtype}",
+            f"device: {self.device.type}",
+            *(f"with {name}: yes" for name in self.extras),
+            f"eps: {self.norm_eps!r}",
+            f"schedule: {self.schedule}",
+            f"staging_bytes: {self.staging_bytes}",
+            f"weft: {__version__}",
+        )
+        return "\n".join(lines)
+
+    def problem(self, shares: tuple[int, ...]) -> CollectiveProblem:
+        m, n = self.a.shape
+        return CollectiveProblem(
+            op=self.op,
+            m=m,
+            n=n,
+            world_size=len(shares),
+            dtype=_SUMMED[self.a.dtype],  # type: ignore[arg-type]
+            addends=tuple(name for name in ADDENDS if name in self.extras),
+            norm_eps=self.norm_eps,
+            staging_bytes=min(shares),
         )
 
 

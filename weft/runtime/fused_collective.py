@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from weft.core.errors import WaitTimeout
-from weft.core.problem import split
-from weft.core.schedule import Flag, FusedCollective, Schedule
-from weft.kernels.all_reduce import COPIES, AllReducePlan, Hops, Mailbox, all_reduce, mailbox, plan
+from weft.core.problem import SUMMED_WHOLE, CollectiveProblem, Problem, split
+from weft.core.schedule import MAILBOX_COPIES, Flag, FusedCollective, Schedule
+from weft.kernels.all_reduce import AllReducePlan, Hops, Mailbox, all_reduce, mailbox, plan
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import Site, StepKernel
+
+_COLUMNS, _LEAST_COLUMNS = 1024, 16
+"""The columns that elements in a row get, which are a power of two, and the fewest. Threads then load 16 bytes each."""
 
 
 def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
@@ -20,12 +25,12 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
     scatters = step.op == "reduce_scatter"
     divides = problem.world_size if problem.reduce_op == "avg" else 1
     wrong = ""
-    if problem.op != ("matmul_reduce_scatter" if scatters else "matmul_all_reduce"):
+    if problem.op not in (("matmul_reduce_scatter",) if scatters else SUMMED_WHOLE):
         wrong = f"it is a {step.op} in a schedule for {problem.op}"
     elif step.divide_by != divides:
         wrong = f"divide_by is {step.divide_by}, where the problem divides by {divides}"
-    elif step.copies != COPIES:
-        wrong = f"copies is {step.copies}, where it has {COPIES}"
+    elif step.copies != MAILBOX_COPIES:
+        wrong = f"copies is {step.copies}, where it has {MAILBOX_COPIES}"
     elif step.out != schedule.buffer["out"].whole(rank) or step.addends != tuple(
         schedule.buffer[name].whole(rank) for name in problem.addends
     ):
@@ -35,6 +40,15 @@ def _hops(schedule: Schedule, where: Where, step: FusedCollective) -> Hops:
     if wrong:
         raise ValueError(f"schedule {schedule.name}: {where}: weft's kernel cannot run it: {wrong}")
     return "scatter" if scatters else "two" if step.hops == 2 else "one"
+
+
+def _as_matrix(problem: Problem) -> Problem:
+    """Return the problem as the kernel sees it. Elements in a row become rows of as many columns as divide their number."""
+    if not isinstance(problem, CollectiveProblem) or problem.rows_matter:
+        return problem
+    cols = math.gcd(problem.m, _COLUMNS)
+    cols = cols if cols >= _LEAST_COLUMNS else problem.m
+    return replace(problem, m=problem.m // cols, n=cols)
 
 
 class FusedCollectiveKernel(StepKernel):
@@ -49,7 +63,8 @@ class FusedCollectiveKernel(StepKernel):
     def __init__(self, site: Site, where: Where, step: FusedCollective) -> None:
         super().__init__(site, where)
         self.step, device, blocks = step, site.device, site.blocks
-        hops, problem = _hops(site.schedule, where, step), site.schedule.problem
+        hops, problem = _hops(site.schedule, where, step), _as_matrix(site.schedule.problem)
+        self._shape = (problem.m, problem.n) if problem is not site.schedule.problem else None
         self.plan: AllReducePlan = plan(
             problem,
             where.rank,
@@ -69,14 +84,16 @@ class FusedCollectiveKernel(StepKernel):
         self._raised = one.pin_memory() if device.type == "cuda" else one
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
-        step = self.step
+        step, out = self.step, bindings.view(self.step.out)
         given = [bindings.view(region) for region in step.factors]
+        if self._shape is not None:
+            given, out = [one.view(self._shape) for one in given], out.view(self._shape)
         scales = [view for region in step.factors for view in bindings.scale_views(region)]
         added = {region.buffer: bindings.view(region) for region in step.addends}
         all_reduce(
             self.plan,
             self._memory,
-            bindings.view(step.out),
+            out,
             factors=(given[0], given[1]) if step.multiplies else None,
             partial=None if step.multiplies else given[0],
             bias=added.get("bias"),
@@ -116,12 +133,12 @@ class FusedCollectiveKernel(StepKernel):
         words = (
             self._box.cpu()[: layout.tile_bytes]
             .view(torch.int32)
-            .view(COPIES, layout.count, layout.regions, layout.region_rows, -1)
+            .view(MAILBOX_COPIES, layout.count, layout.regions, layout.region_rows, -1)
         )
         tiles = torch.arange(layout.count)[:, None]
         rows = tiles % layout.row_tiles * layout.region_rows + torch.arange(layout.region_rows)
         travels = rows < layout.received_rows
-        return ((words[call % COPIES] != 0).all(-1) | ~travels[:, None]).all(-1).flatten()
+        return ((words[call % MAILBOX_COPIES] != 0).all(-1) | ~travels[:, None]).all(-1).flatten()
 
     def _source(self, region: int) -> str:
         tile, index = divmod(region, self.plan.regions)

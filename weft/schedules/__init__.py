@@ -15,7 +15,7 @@ from itertools import chain
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.errors import require, warn_once
-from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, Op, Problem, RaggedProblem
+from weft.core.problem import COLLECTIVE_OPS, LOOKUP_OPS, CollectiveProblem, Op, Problem, RaggedProblem
 from weft.core.schedule import Gemm, Push, Schedule, steps_of
 from weft.core.work import is_plain
 from weft.schedules import all_gather_matmul as ag
@@ -231,7 +231,12 @@ FAMILIES: dict[str, Family] = {
             summary="one kernel: partial tiles are stored at every rank that sums them, in one hop",
             source="fused computation-collectives",
             chunked=False,
-            builders={"matmul_all_reduce": ar.one_shot, "matmul_reduce_scatter": rs.one_shot},
+            unfit=partial(collectives.why_not_one_kernel, hops=1),
+            builders={
+                "matmul_all_reduce": ar.one_shot,
+                "matmul_reduce_scatter": rs.one_shot,
+                "all_reduce": partial(collectives.build_one_kernel, hops=1),
+            },
         ),
         Family(
             name="two_shot",
@@ -239,7 +244,8 @@ FAMILIES: dict[str, Family] = {
             summary="one kernel: a tile's owner sums partial tiles, and stores the sum at every peer",
             source="fused computation-collectives",
             chunked=False,
-            builders={"matmul_all_reduce": ar.two_shot},
+            unfit=partial(collectives.why_not_one_kernel, hops=2),
+            builders={"matmul_all_reduce": ar.two_shot, "all_reduce": partial(collectives.build_one_kernel, hops=2)},
         ),
         Family(
             name="node_slices",
@@ -262,6 +268,7 @@ FAMILIES: dict[str, Family] = {
             traits=FamilyTraits("none", "push_copies", "push_copies"),
             summary="copy engines push pieces to the peers; a set number of SMs sum them as they arrive",
             source="FiCCO, T3",
+            unfit=collectives.why_not_pieces,
             builders=collectives.PUSH_BUILDERS,
         ),
         Family(
@@ -269,6 +276,7 @@ FAMILIES: dict[str, Family] = {
             traits=FamilyTraits("none", "pull_copies", "pull_copies"),
             summary="copy engines of the peers pull pieces to where they belong",
             source="FiCCO, T3",
+            unfit=collectives.why_not_pieces,
             builders=collectives.PULL_BUILDERS,
         ),
     )
@@ -345,6 +353,8 @@ def unfit(name: str, problem: Problem) -> str:
         return f"schedule is {name!r}, which sends rows unquantised; schedules that quantise a are {quantising}"
     if problem.weight_gradients and FAMILIES[name].registered:
         return f"schedule is {name!r}, which was registered for calls without gradients of weights"
+    if isinstance(problem, CollectiveProblem) and problem.rows_matter and FAMILIES[name].registered:
+        return f"schedule is {name!r}, which was registered for all_reduces of elements; with rows use one_shot or two_shot"
     reason = FAMILIES[name].unfit(problem)
     return f"schedule is {name!r}: {reason}" if reason else ""
 

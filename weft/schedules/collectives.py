@@ -56,8 +56,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from weft.core.problem import CollectiveProblem, Op, Span1D
-from weft.core.schedule import Collective, Copy, Flag, Reduce, Region, Schedule, Signal, Sum, Wait
+from weft.core.problem import CollectiveProblem, Op, Problem, Span1D
+from weft.core.schedule import (
+    MAILBOX_COPIES,
+    Collective,
+    Copy,
+    Flag,
+    FusedCollective,
+    Reduce,
+    Region,
+    Schedule,
+    Signal,
+    Sum,
+    Wait,
+)
 from weft.schedules.builder import Build, Builder, Request
 
 MAX_PUSHES = 4096
@@ -160,11 +172,17 @@ class _CollectiveBuilder(Builder):
         """`parts` is the number of parts with slots on a rank; None if the schedule cuts no pieces."""
         super().__init__(request)
         self.collective = _get_problem(request)
-        self.add_buffer("a", "input", [self.collective.a_rows(r) for r in self.ranks], 1)
-        self.add_buffer("out", "output", [self.collective.out_rows(r) for r in self.ranks], 1)
+        n = self.problem.n
+        self.add_buffer("a", "input", [self.collective.a_rows(r) for r in self.ranks], n)
+        self.add_buffer("out", "output", [self.collective.out_rows(r) for r in self.ranks], n)
+        for addend in self.problem.addends:
+            self.add_buffer(addend, "input", self.problem.m if addend == "residual" else 1, n)
         self.layout = PieceLayout(1, 1) if parts is None else cut_into_pieces(self.collective, self.chunks, parts)
         self.max_pieces = self.layout.count_pieces(max(self.shard_rows))
         """The number of pieces of the longest part."""
+
+    def addends(self, rank: int) -> tuple[Region, ...]:
+        return tuple(self.region(name, rank) for name in self.problem.addends)
 
     def add_slots(self, channel: Channel) -> None:
         rows = (self.world_size - 1 if channel.per_peer else 1) * self.layout.slots * self.layout.length
@@ -289,12 +307,49 @@ class _CollectiveBuilder(Builder):
 
 
 def build_sequential(request: Request) -> Schedule:
-    """Run NCCL's collective."""
+    """Run NCCL's collective. A separate sum adds the addends after it, and rounds once more."""
     s = _CollectiveBuilder(request)
+    into = "partial" if s.problem.addends else "out"
+    if s.problem.addends:
+        s.add_buffer("partial", "local", s.problem.m, s.problem.n)
     for rank in s.ranks:
-        a, out = s.region("a", rank), s.region("out", rank)
-        s.add_steps(rank, "compute", Collective(s.problem.op, a, out, s.collective.divide_by))  # type: ignore[arg-type]
+        a, dst = s.region("a", rank), s.region(into, rank)
+        s.add_steps(rank, "compute", Collective(s.problem.op, a, dst, s.collective.divide_by))  # type: ignore[arg-type]
+        if s.problem.addends and rank in s.ranks_with_work:
+            s.add_steps(rank, "compute", Reduce((Sum((dst, *s.addends(rank)), s.region("out", rank)),)))
     return s.build_schedule()
+
+
+def build_one_kernel(request: Request, *, hops: int) -> Schedule:
+    """Build an all_reduce that one kernel runs (weft.kernels.all_reduce). In one hop, every rank stores its elements at every
+    peer, and sums all ranks'. In two, each rank owns some columns, and stores their sums at every peer."""
+    s = _CollectiveBuilder(request)
+    for rank in s.ranks_with_work:
+        norm, out = s.take_norm(rank) if hops == 1 else None, s.region("out", rank)
+        step = FusedCollective(
+            "all_reduce", (s.region("a", rank),), out, hops, s.addends(rank), s.collective.divide_by, norm=norm
+        )
+        s.add_steps(rank, "compute", step)
+    return s.build_schedule()
+
+
+def why_not_one_kernel(problem: Problem, *, hops: int) -> str:
+    """Return why one kernel cannot run an all_reduce, or "" if it can."""
+    if not isinstance(problem, CollectiveProblem):
+        return ""
+    mailbox = MAILBOX_COPIES * problem.world_size * problem.m * problem.n * problem.itemsize
+    if mailbox > problem.staging_bytes:
+        return f"its mailbox needs about {mailbox} bytes on each rank, and staging_bytes is {problem.staging_bytes}"
+    if hops == 2 and not problem.rows_matter:
+        return "each rank sums some columns, and the elements of this all_reduce have none; use one_shot"
+    return ""
+
+
+def why_not_pieces(problem: Problem) -> str:
+    """Return why pieces of elements cannot be summed alone, or "" if they can."""
+    if isinstance(problem, CollectiveProblem) and problem.rows_matter:
+        return "it sums elements in any order of rows; with addends, a norm or columns use one_shot, two_shot or sequential"
+    return ""
 
 
 def build_pushed(request: Request) -> Schedule:

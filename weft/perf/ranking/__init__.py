@@ -38,7 +38,12 @@ from weft.core.problem import COLLECTIVE_OPS, COLUMN_OPS, EXCHANGES, GATHERS, LO
 from weft.perf.lanes import ComputeLane, Rank
 from weft.perf.ranking.collectives import estimate_collective_us, estimate_lookup_us
 from weft.perf.ranking.gathers import estimate_gather_us
-from weft.perf.ranking.scatters import estimate_all_reduce_us, estimate_exchanging_kernel_us, estimate_scatter_us
+from weft.perf.ranking.scatters import (
+    estimate_all_reduce_us,
+    estimate_exchanging_kernel_us,
+    estimate_scatter_us,
+    estimate_whole_sum_us,
+)
 from weft.perf.terms import collective_us, gathered_bytes, hbm_us
 from weft.schedules import FAMILIES, build, parse, specs
 
@@ -114,6 +119,8 @@ def _estimate_us(rank: Rank, spec: str) -> float:
         return _simulate_us(rank, name, count)
     if family.matmul == "exchanging":
         return estimate_exchanging_kernel_us(rank, family.hops)
+    if op == "all_reduce" and family.matmul == "whole":
+        return estimate_whole_sum_us(rank)
     if op in COLLECTIVE_OPS:
         return estimate_collective_us(rank, family, chunks)
     if op in LOOKUP_OPS:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from weft.core.problem import ColumnProblem
+from weft.core.problem import SUMMED_WHOLE, CollectiveProblem, ColumnProblem
 from weft.perf.lanes import (
     ComputeLane,
     CopyLanes,
@@ -287,6 +287,15 @@ def _enqueue_chunk(
     return arrive_at_us
 
 
+def estimate_whole_sum_us(rank: Rank) -> float:
+    """Return the time of NCCL's all-reduce of a ready product, and of what is added to it and its norm."""
+    problem, machine = rank.problem, rank.machine
+    whole, lane = problem.m * problem.n * problem.itemsize, ComputeLane(rank, whole_collective_us(machine, problem))
+    if problem.addends:
+        lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * whole))
+    return lane.free_at_us + _norm_us(rank)
+
+
 def _norm_us(rank: Rank) -> float:
     """Return the time of a norm of the whole result as a kernel of its own, if the problem has one."""
     problem = rank.problem
@@ -296,8 +305,10 @@ def _norm_us(rank: Rank) -> float:
 
 
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
-    """Return the time of one kernel that multiplies and exchanges."""
+    """Return the time of one kernel that multiplies and exchanges, or only exchanges."""
     machine = rank.machine
+    if isinstance(rank.problem, CollectiveProblem):
+        return rank.launch_us + _exchange_us(rank, hops) + (_norm_us(rank) if hops == 2 else 0.0)
     if machine.gpu.capabilities:
         cost, fixed_us = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
     else:
@@ -343,7 +354,7 @@ def _exchange_us(rank: Rank, hops: int) -> float:
     """Return the time to store the product at the peers and to add what arrives; with two hops, also to send the sums."""
     machine, problem = rank.machine, rank.problem
     product_bytes = problem.m * problem.n * problem.itemsize
-    piece_bytes = product_bytes if problem.op == "matmul_all_reduce" and hops == 1 else product_bytes / rank.node_ranks
+    piece_bytes = product_bytes if problem.op in SUMMED_WHOLE and hops == 1 else product_bytes / rank.node_ranks
     stores_us = rank.stores_us(piece_bytes) + rank.latency_us()
     adds_us = hbm_us(machine, (rank.node_ranks + 1 + len(problem.addends)) * piece_bytes)
     return hops * stores_us + adds_us + (hops - 1) * hbm_us(machine, 2 * (rank.node_ranks - 1) * piece_bytes)
