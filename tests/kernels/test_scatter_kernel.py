@@ -66,7 +66,8 @@ def _ahead() -> None:
     layout = kernel.plan(problem, rank, problem.shards, hops="scatter", multiply=True, device=torch.device("cpu"), sms=1)
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
     device = torch.device("cpu")
-    memory = kernel.mailbox(heap_of(rank_group, device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    piece = heap_of(rank_group, device).allocate(kernel.COPIES * layout.copy_bytes)
+    memory = kernel.mailbox(piece.addresses, layout.copy_bytes, 1, device)
     received = kernel.received
 
     def late(*arguments: Any) -> Any:
