@@ -19,7 +19,7 @@ from weft.runtime.groups import GROUPS, GroupState
 from weft.runtime.mailboxes import SharedMailboxes
 from weft.runtime.ranks import Ranks
 
-interpreted = interpreted_ranks([2, 3])
+interpreted = interpreted_ranks([2], slow=[3])
 SMALL, LARGE = 3 * (72 << 10), 3 * (144 << 10)
 """The bytes of the mailboxes of small calls, and of 64 x 320 elements on 2 and 3 ranks."""
 CASES: list[tuple[int, int, str, Any, bool, int]] = [
