@@ -24,6 +24,7 @@ import torch
 
 from benchmarks.kernels.single_gpu import Case, Part, Work
 from weft.core.problem import RECIPES, Problem, Scaling, split
+from weft.core.schedule import MAILBOX_COPIES
 from weft.kernels.all_reduce import Tiling, all_reduce, mailbox, plan
 from weft.kernels.launch import Launcher
 
@@ -74,9 +75,9 @@ class Product:
         problem = Problem(op="matmul_all_reduce", m=1, n=self.n, k=self.k, world_size=1, scaling=scaling)
         layout = plan(problem, 0, split(self.n, 1), hops="one", multiply=True, device=self.device, sms=self.sms)
         layout = layout if tile is None else replace(layout, tiling=tile)
-        box = torch.zeros(layout.mailbox_bytes, device=self.device, dtype=torch.uint8)
+        box = torch.zeros(MAILBOX_COPIES * layout.copy_bytes, device=self.device, dtype=torch.uint8)
         self.mailboxes.append(box)
-        memory, run = mailbox([box.data_ptr()], layout.blocks(self.sms), self.device), Launcher()
+        memory, run = mailbox([box.data_ptr()], layout.copy_bytes, layout.blocks, self.device), Launcher()
         scales = None if scaling is None else self.scales(scaling)
         a, weights = (self.wide_a, self.wide_weights) if scaling is None else (self.a, self.weights)
 

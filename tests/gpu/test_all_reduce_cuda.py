@@ -18,6 +18,7 @@ from silenced_rank import told_of
 import weft
 from weft.core.problem import Op, split
 from weft.runtime.bindings import Bindings
+from weft.runtime.groups import GROUPS
 from weft.runtime.ranks import Ranks
 from weft.schedules import names
 
@@ -180,6 +181,40 @@ def _in_turns() -> None:
 
 def test_programs_in_turns(pool: Ranks) -> None:
     pool.run(_in_turns)
+
+
+@alarm(40)
+def _graphs_of_many_sizes() -> tuple[int, int]:
+    """A graph for each of 24 numbers of rows, replayed in an order in which large follow small, with eager calls between them.
+    Returns how many bytes of mailboxes there are, and what the largest call uses of one copy."""
+    weft.close()
+    graphs = []
+    for turn, m in enumerate(range(1, 97, 4)):
+        site, name = _Site(m, 1024, 512, transposed=True), KERNELS[turn % 2]
+        site.refill()
+        site.call(name)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            graphs.append((site, name, graph, site.call(name)))
+    worst = torch.zeros((), device="cuda")
+    for replay in range(200):
+        site, name, graph, out = graphs[replay * 7 % len(graphs)]
+        site.refill()
+        graph.replay()
+        worst = torch.maximum(worst, torch.nan_to_num(site.error(out), nan=float("inf")))
+        if replay % 10 == 3:
+            worst = torch.maximum(worst, torch.nan_to_num(site.error(site.call(name)), nan=float("inf")))
+    assert float(worst) <= 1
+    world = dist.group.WORLD
+    assert world is not None
+    mailboxes = GROUPS.state(world.group_name)._resources_of(torch.device("cuda", torch.cuda.current_device())).mailboxes
+    return mailboxes.nbytes, SIZE * 128 * 1024 * torch.bfloat16.itemsize
+
+
+def test_graphs_of_many_sizes_share_mailboxes(pool: Ranks) -> None:
+    for held, used in pool.run(_graphs_of_many_sizes):
+        assert 0 < held < 12 * used
 
 
 @alarm(40)

@@ -15,6 +15,7 @@ from rank_work import bound, whole
 
 from weft.comm.symmetric_heap import heap_of
 from weft.core.problem import SCALE_BLOCK, Problem, Scaling, split
+from weft.core.schedule import MAILBOX_COPIES
 from weft.runtime.ranks import Ranks
 
 Tile = tuple[int, int, int]
@@ -57,15 +58,15 @@ def _layout(m: int, one_hop: bool, tile: Tile, blocks: int) -> Any:
 
 
 @contextmanager
-def _memory(layout: Any, blocks: int) -> Iterator[Any]:
+def _memory(layout: Any) -> Iterator[Any]:
     """Mailboxes for the bare kernel: no program holds a rank back, or raises what its status says."""
     from weft.comm.rank_group import RankGroup
     from weft.kernels.all_reduce import mailbox
 
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    piece = heap_of(rank_group, torch.device("cpu")).allocate(layout.mailbox_bytes)
+    piece = heap_of(rank_group, torch.device("cpu")).allocate(MAILBOX_COPIES * layout.copy_bytes)
     try:
-        yield mailbox(piece.addresses, layout.blocks(blocks), torch.device("cpu"))
+        yield mailbox(piece.addresses, layout.copy_bytes, layout.blocks, torch.device("cpu"))
     finally:
         dist.barrier()
         rank_group.close()
@@ -88,7 +89,7 @@ def _call(layout: Any, memory: Any, seed: int, tries: int = PATIENT) -> tuple[to
 def _calls(m: int, one_hop: bool, tile: Tile, blocks: int) -> None:
     """Until a copy of a region is filled again."""
     layout = _layout(m, one_hop, tile, blocks)
-    with _memory(layout, blocks) as memory:
+    with _memory(layout) as memory:
         for call in range(4):
             _, wrong = _call(layout, memory, call)
             assert not wrong.any(), (call, int(wrong.sum()))
@@ -105,7 +106,7 @@ def _ahead(one_hop: bool) -> None:
     """Rank 1 gives up before the others begin, as when they still compile: no half of a sum is left anywhere."""
     layout = _layout(3, one_hop, (16, 64, 128), 2)
     rank, owned = dist.get_rank(), slice(*split(N, dist.get_world_size())[1])
-    with _memory(layout, 2) as memory:
+    with _memory(layout) as memory:
         for turn in (True, False):
             if turn == (rank == 1):
                 out, wrong = _call(layout, memory, 0, HASTY if rank == 1 else PATIENT)

@@ -19,7 +19,7 @@ import weft
 from weft.checker import check
 from weft.comm.symmetric_heap import heap_of
 from weft.core.problem import Problem
-from weft.core.schedule import FusedCollective, Gemm
+from weft.core.schedule import MAILBOX_COPIES, FusedCollective, Gemm
 from weft.runtime.ranks import Ranks
 from weft.schedules import build
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
@@ -66,7 +66,8 @@ def _ahead() -> None:
     layout = kernel.plan(problem, rank, problem.shards, hops="scatter", multiply=True, device=torch.device("cpu"), sms=1)
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
     device = torch.device("cpu")
-    memory = kernel.mailbox(heap_of(rank_group, device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    piece = heap_of(rank_group, device).allocate(MAILBOX_COPIES * layout.copy_bytes)
+    memory = kernel.mailbox(piece.addresses, layout.copy_bytes, 1, device)
     received = kernel.received
 
     def late(*arguments: Any) -> Any:

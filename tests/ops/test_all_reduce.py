@@ -25,6 +25,7 @@ from weft.core.errors import WaitTimeout
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import RECIPES, Problem, Recipe, Scaling, split
 from weft.core.schedule import (
+    MAILBOX_COPIES,
     Buffer,
     Copy,
     FusedCollective,
@@ -187,7 +188,8 @@ def _without_meeting(one_hop: bool) -> None:
     device = torch.device("cpu")
     layout = kernel.plan(problem, rank, split(8, size), hops="one" if one_hop else "two", multiply=True, device=device, sms=1)
     rank_group = RankGroup(dist.group.WORLD)  # type: ignore[arg-type]
-    memory = kernel.mailbox(heap_of(rank_group, device).allocate(layout.mailbox_bytes).addresses, 1, device)
+    piece = heap_of(rank_group, device).allocate(MAILBOX_COPIES * layout.copy_bytes)
+    memory = kernel.mailbox(piece.addresses, layout.copy_bytes, 1, device)
 
     def late(*arguments: Any) -> Any:
         time.sleep(0.01 * (rank == 1))
@@ -203,7 +205,7 @@ def _without_meeting(one_hop: bool) -> None:
             kernel.all_reduce(layout, memory, out, factors=operands, **rest)
             torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
             assert memory.status.tolist() == [0, 0]
-            assert memory.epochs.tolist() == [call + 1]
+            assert memory.epochs[:, 0].tolist() == [call + 1]
     finally:
         kernel.received = received
         dist.barrier()

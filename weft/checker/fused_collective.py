@@ -147,6 +147,9 @@ def written_too_early(step: FusedCollective, world_size: int) -> str:
     Three copies are enough: before call c + 3, r has waited for what p sends in call c + 2, when p's call c + 1 has ended. Two
     are too few: when r sends in call c + 2, it knows of p only that it has sent in call c + 1. A second hop does not help: p
     sends its sums in call c + 1, too. A single rank has ended its own call c + 1, so two are enough.
+
+    Calls of other schedules may use the same memory in between. They count as calls of the mailbox, and the argument is the
+    same, because a rank waits for every rank in each of them (weft.kernels.all_reduce).
     """
     if step.copies >= (3 if world_size > 1 else 2):
         return ""

@@ -343,9 +343,9 @@ class FusedCollective:
     divide_by: as in a Reduce.
     norm: the norm of `out`, which the kernel computes, too; all_reduce in one hop only.
 
-    Tiles are sent through a mailbox, the kernel's own symmetric memory. A 32-bit word of the mailbox is empty or holds data, so
-    the data is its own flag. mailbox: its name; no other kernel of a rank uses it. copies: the number of copies, which calls
-    use in turn.
+    Tiles are sent through a mailbox, symmetric memory that only such kernels use, one after the other. A 32-bit word of the
+    mailbox is empty or holds data, so the data is its own flag. mailbox: its name; no other kernel of the schedule has it.
+    copies: the number of copies, which calls use in turn.
 
     `weft.core.fused_collective.spelled_out` returns equivalent steps without such a kernel. The checker proves those steps, the
     simulator predicts them, and a device without the kernel runs them. weft.checker.fused_collective proves that a mailbox is

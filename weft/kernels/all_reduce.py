@@ -5,7 +5,7 @@
 
     block i, rank r                               block i, rank p
     1  multiply its tiles, send pieces    ~~~~~~~>  (no wait before all are sent)
-       clear the slots of the previous call
+       clear its part of what the previous call used
     2  wait for all ranks' partial pieces <~~~~~~~  of the tiles that r sums: whole tiles (one hop), or its piece of each tile
        sum, add bias and residual, round; one hop: store in out; two hops: send the sum to all, itself among them
     3  two hops: wait for all pieces' sums, store the tile in out
@@ -18,11 +18,29 @@ numbers. With two hops a tile has PIECE columns of every owner, so all blocks of
 A mailbox is symmetric memory: for each tile a region for each source's piece, and with two hops a region for each piece's sum.
 The data is its own flag (weft.kernels.mailbox), which takes one trip and no fence.
 
-Ownership. Each region is written by one block of one rank, and read and cleared by one block of the mailbox's rank. There are
-three copies of all regions, which calls use in turn. Block i counts its calls in device memory (`epochs`), so a replayed CUDA
-graph continues the count. Call c clears the regions that call c - 1 read, for call c + 2. Rank r writes to p in call c + 2 only
-after its call c + 1, in which it waited for data that p sent in that call; so p had ended call c and its stores. A bad
-interleaving with two copies: in call c + 1, r writes words that p then clears in its call c, and p waits for them forever.
+Sharing. Programs of a process group whose copies have the same capacity share a mailbox, whatever their tiles, regions and
+numbers of blocks (weft.runtime.mailboxes). Its calls are those of all these programs, in one order, which is the same on every
+rank. On a rank they come one after the other: call c begins when all blocks of call c - 1 have ended.
+
+Ownership. In one call, each region is written by one block of one rank, and read by one block of the mailbox's rank. A mailbox
+has three copies, which calls use in turn. Each starts at a fixed place, and a call uses the first bytes of its copy. Call c
+clears what call c - 1 used of the copy before, for call c + 2. Its blocks divide these bytes among them, because the regions of
+call c - 1 may have been other blocks'. So each call leaves its number and the words that it used in device memory (`epochs`).
+A replayed CUDA graph continues the count. Every block has its own pair of these, because a late block must still read those of
+call c - 1 when another one has ended call c. A call may have fewer blocks than the next one. So its blocks write all pairs:
+block i writes those of i, i + blocks, i + 2 * blocks, and so on.
+
+Why no word is lost. Rank p clears a copy in call c, which call c + 2 of its peers fills again.
+
+    rank p   call c: clear the copy of c - 1   | call c + 1: send                     | call c + 2
+    rank r                                       call c + 1: wait for p's words, end  | call c + 2: write this copy of p
+
+Rank r writes to p in call c + 2 only after all blocks of its call c + 1 have ended. In that call r waited for words of every
+rank, in every layout: it sums a piece of each tile, even if it owns no rows or columns. Rank p sent its words in its call
+c + 1, when all blocks of its call c had ended and their stores were done. So p's clearing comes before. And when p clears, all
+words of call c - 1 have arrived, because the blocks of p's call c - 1 waited for them. Nobody writes behind what that call
+used, and this was empty before. So the whole copy is empty then, whatever layout call c + 2 has. A bad interleaving with two
+copies: in call c + 1, r writes words that p then clears in its call c, and p waits for them forever.
 
 Sums are in float32 in the order of ranks; the own partial tile is rounded like the others. So results have the same bits in
 each call and on each rank. A wait gives up after `tries` looks, or once `abort` is set. status then names the late region, and
@@ -34,8 +52,8 @@ by reading b from memory, and FP8 halves its bytes.
 Norm. A block has some columns of its rows, and the norm needs the squares of all of them. Each tile writes one word for each
 row to the own mailbox, its sum of squares. A block waits for the words of all tiles of its rows, adds them in a fixed order,
 and normalises its tile. So blocks of a rank wait for each other, and all must be resident: there is one for each SM. These
-words have three copies, too. Call c + 1 clears those of call c, each in the block that wrote it, once all blocks of call c have
-ended. The interpreter runs blocks one after the other, so there a norm has one block.
+words follow the regions in the copy, and are cleared with them. The interpreter runs blocks one after the other, so there a
+norm has one block.
 
 Legend: M N K of the local product; a tile is BLOCK_M x BLOCK_N; a row of a tile has WIDTH words, a row of a piece PART words,
 and a piece HEIGHT rows; a share is an owner's columns, or rows (SCATTER).
@@ -54,13 +72,17 @@ import triton.language as tl
 from weft.compat.device import capabilities
 from weft.core.hardware import Capabilities
 from weft.core.problem import SCALE_BLOCK, Problem, Span1D
-from weft.core.schedule import MAILBOX_COPIES
 from weft.kernels.launch import Launcher
 from weft.kernels.mailbox import clear, pack_words, place, received
 from weft.kernels.scaled import RowScales, block_scales, operand, scaled, scales_of, specialised
 from weft.perf.shapes import EXCHANGED_BYTES, promotes, streamed_tile, streams_wide
 from weft.triton.flags import table
 
+_LEAST_COPY = 64 << 10
+"""The least capacity of a copy in bytes is nine eighths of this, so that small calls share one mailbox. All capacities are
+multiples of what a block clears at once."""
+_CLEARED = 1024
+"""The least number of words that a block clears at once."""
 _SHARED_BYTES = 180 << 10
 """Shared memory for tiles in flight, if the GPU allows a block that much."""
 _EXCHANGING = 4
@@ -117,6 +139,7 @@ class AllReducePlan:
     """An AllReducePlan is the layout of one rank's launches.
 
     multiply: whether the kernel multiplies. Otherwise it reads partial results.
+    sms: the SMs of the GPU, or the number of blocks under the interpreter.
     pieces: the pieces of a tile, each with its own owner. 1 if every rank sums everything.
     share: the most columns, or rows, of an owner.
     norm: whether the kernel also normalises the rows of its result.
@@ -126,6 +149,7 @@ class AllReducePlan:
     rank: int
     hops: Hops
     multiply: bool
+    sms: int
     tiling: Tiling
     pieces: int
     share: int
@@ -168,16 +192,28 @@ class AllReducePlan:
 
     @property
     def tile_bytes(self) -> int:
-        """The bytes of the regions of tiles. The words of squares follow them."""
-        return MAILBOX_COPIES * self.count * self.regions * self.region_bytes
+        """The bytes of the regions of tiles in a copy. The words of squares follow them."""
+        return self.count * self.regions * self.region_bytes
 
     @property
-    def mailbox_bytes(self) -> int:
-        return self.tile_bytes + (4 * MAILBOX_COPIES * self.row_tiles * self.column_slots * self.tiling.m if self.norm else 0)
+    def copy_bytes(self) -> int:
+        """The capacity of a copy: a power of two and an eighth of it, which is less than twice what a call uses.
 
-    def blocks(self, sms: int) -> int:
-        """Return the number of blocks: one on each SM, or several if they only exchange, and need not all be resident."""
-        return min(sms if self.multiply or self.norm else _EXCHANGING * sms, self.count)
+        Most sizes are powers of two, so the regions of tiles fill the power of two, and the eighth has room for the squares of
+        a norm.
+        """
+        used = self.tile_bytes + (4 * self.row_tiles * self.column_slots * self.tiling.m if self.norm else 0)
+        return int(triton.next_power_of_2(max(-(-used * 8 // 9), _LEAST_COPY))) // 8 * 9
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks: one on each SM, or several if they only exchange, and need not all be resident."""
+        return min(self.sms if self.multiply or self.norm else most_blocks(self.sms), self.count)
+
+
+def most_blocks(sms: int) -> int:
+    """Return the largest number of blocks of any plan for a device."""
+    return _EXCHANGING * sms
 
 
 def plan(
@@ -211,7 +247,7 @@ def plan(
         shape = tiling(problem, share, pieces, multiply, device, sms)
     assert not norm or hops == "one", "a norm needs whole rows, which one hop sums"
     return AllReducePlan(
-        problem=problem, rank=rank, hops=hops, multiply=multiply, tiling=shape, pieces=pieces, share=share, norm=norm
+        problem=problem, rank=rank, hops=hops, multiply=multiply, sms=sms, tiling=shape, pieces=pieces, share=share, norm=norm
     )
 
 
@@ -220,22 +256,30 @@ class Mailbox:
     """A Mailbox is a rank's memory for its launches, which is zeroed once.
 
     addresses: the addresses of all ranks' mailboxes, on the device.
-    epochs: the number of calls so far, by block.
+    copy_bytes: the capacity of each copy.
+    epochs: by block, the number of calls so far, and the words that the last of them used of its copy: [blocks, 2].
     abort: set to end all waits.
     status: region + 1 and the call of the last wait that gave up.
     """
 
     addresses: torch.Tensor
+    copy_bytes: int
     epochs: torch.Tensor
     abort: torch.Tensor
     status: torch.Tensor
 
 
-def mailbox(addresses: list[int], blocks: int, device: torch.device) -> Mailbox:
-    """Return a Mailbox. addresses: the address of each rank's `AllReducePlan.mailbox_bytes` zeroed bytes."""
+def mailbox(addresses: list[int], copy_bytes: int, blocks: int, device: torch.device) -> Mailbox:
+    """Return a Mailbox.
+
+    addresses: the address of each rank's zeroed bytes, MAILBOX_COPIES * copy_bytes of them.
+    copy_bytes: as AllReducePlan has it.
+    blocks: the largest number of blocks of a launch.
+    """
     return Mailbox(
         addresses=table(addresses, torch.int64, device),
-        epochs=torch.zeros(blocks, dtype=torch.int64, device=device),
+        copy_bytes=copy_bytes,
+        epochs=torch.zeros(blocks, 2, dtype=torch.int64, device=device),
         abort=torch.zeros(1, dtype=torch.int32, device=device),
         status=torch.zeros(2, dtype=torch.int64, device=device),
     )
@@ -271,6 +315,8 @@ def all_reduce(
     launched_by, stream: as for weft.kernels.gemm.gemm.
     """
     assert (norm is not None) == layout.norm, "a norm's weight and result, or none"
+    assert layout.copy_bytes <= memory.copy_bytes, "the call fits its copy"
+    assert layout.blocks <= memory.epochs.shape[0], "each block has its epoch"
     assert (factors is not None) == layout.multiply, "factors, or a partial result"
     problem, shape = layout.problem, layout.tiling
     # The kernel reads a partial result where it would read `a`: by the same address and the same stride.
@@ -287,7 +333,7 @@ def all_reduce(
     key = (sizes, *(t.data_ptr() % 16 for t in pointers), *specialised(scales_argument))
     (launched_by or Launcher())(
         _all_reduce_kernel,
-        memory.epochs.numel(),
+        layout.blocks,
         (
             *pointers,
             memory.addresses,
@@ -298,6 +344,8 @@ def all_reduce(
             *sizes,
             layout.share,
             layout.count,
+            memory.copy_bytes // 4,
+            memory.epochs.shape[0],
             layout.rank,
             tries if live else 0,
             int(live),
@@ -337,6 +385,7 @@ def _constants(layout: AllReducePlan, bias: bool, residual: bool, gpu: Capabilit
         "BLOCK_K": shape.k,
         "STAGES": shape.stages,
         "THREADS": gpu.warp * shape.warps,
+        "CLEARED": max(_CLEARED, 4 * gpu.warp * shape.warps),
         "ALIGN": math.gcd(16, problem.n, *([shape.n] if scatter else [layout.share, shape.n // layout.pieces])),
     }
 
@@ -397,17 +446,17 @@ def _product(
     return total
 
 
-@triton.jit(do_not_specialize=["m", "share", "tiles", "rank", "tries", "live"])
+@triton.jit(do_not_specialize=["m", "share", "tiles", "copy_words", "epochs", "rank", "tries", "live"])
 def _all_reduce_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr, scales,
-    m, n, k, stride_am, stride_bk, stride_bn, share, tiles, rank, tries, live,
+    m, n, k, stride_am, stride_bk, stride_bn, share, tiles, copy_words, epochs, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
     TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
     MULTIPLY: tl.constexpr, RECIPE: tl.constexpr, PROMOTED: tl.constexpr, PARTS: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr, SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, ALIGN: tl.constexpr,
-    THREADS: tl.constexpr,
+    THREADS: tl.constexpr, CLEARED: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = BLOCK_N // PER_WORD
     PIECE: tl.constexpr = BLOCK_N if SCATTER else BLOCK_N // PIECES
@@ -415,14 +464,14 @@ def _all_reduce_kernel(
     HEIGHT: tl.constexpr = BLOCK_M // PIECES if SCATTER else BLOCK_M
     REGION: tl.constexpr = HEIGHT * PART
     block, blocks = tl.program_id(0), tl.num_programs(0)
-    copy_bytes = tl.cast(tiles, tl.int64) * (4 * REGIONS * REGION)
+    copy_bytes, tile_words = tl.cast(copy_words, tl.int64) * 4, tl.cast(tiles, tl.int64) * (REGIONS * REGION)
     row_tiles = tl.cdiv(share if SCATTER else m, HEIGHT)
     row, word = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDTH)[None, :]
     for tile in range(block, tiles, blocks):
         at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
         # Loaded here and used after the product, which hides the latency of a cache miss. `tile % blocks` equals `block`;
         # written so, the compiler keeps the load in the loop. All boxes' addresses share a few cache lines.
-        calls, mine = tl.load(epochs_ptr + tile % blocks), tl.load(boxes_ptr + rank)
+        calls = tl.load(epochs_ptr + tile % blocks * 2)
         rows, valid = _spread(tile % row_tiles, 0, share if SCATTER else m, m, BLOCK_M, HEIGHT, 1)
         cols, there = _spread(tile // row_tiles, 0, n if SCATTER else share, n, BLOCK_N, PIECE, ALIGN)
         mask = valid[:, None] & there[None, :]
@@ -436,7 +485,7 @@ def _all_reduce_kernel(
         # Before the branch: for sm_100, Triton 3.6 cannot compile a tensor-core product that is used only within a branch.
         words = pack_words(total.to(ELEMENT), BLOCK_M, WIDTH)
         if live != 0:
-            here, before = (calls + 1) % 3 * copy_bytes, calls % 3 * copy_bytes
+            here = (calls + 1) % 3 * copy_bytes
             for step in tl.static_range(1, WORLD + 1):
                 peer = (rank + step) % WORLD
                 its = (valid[:, None] | SCATTER) & (
@@ -444,8 +493,10 @@ def _all_reduce_kernel(
                 )
                 box = place(boxes_ptr, peer, here + at + 4 * REGION * rank)
                 tl.store(box + (row % HEIGHT * PART + word % PART), words, mask=its)
-            clear(tl.multiple_of((mine + before + at).to(tl.pointer_type(tl.int32)), 16), REGIONS, REGION)
-    call = tl.load(epochs_ptr + block) + 1
+    calls, used = tl.load(epochs_ptr + block * 2), tl.load(epochs_ptr + block * 2 + 1)
+    if live != 0:
+        clear(place(boxes_ptr, rank, calls % 3 * copy_bytes), used, block, blocks, CLEARED)
+    call = calls + 1
     here = call % 3 * copy_bytes
     for tile in range(block, tiles, blocks):
         at = tl.cast(tile, tl.int64) * (4 * REGIONS * REGION)
@@ -474,10 +525,8 @@ def _all_reduce_kernel(
                     squares = tl.sum(tl.where(mask, result.to(tl.float32) * result.to(tl.float32), 0.0), axis=1)
                     slot = _slots(row_tiles, tile, BLOCK_M, SLOTS)
                     words = squares.to(tl.int32, bitcast=True)
-                    box = place(boxes_ptr, rank, 3 * copy_bytes + call % 3 * (4 * SLOTS * BLOCK_M) * row_tiles)
+                    box = place(boxes_ptr, rank, here + 4 * tile_words)
                     tl.store(box + slot + tl.arange(0, BLOCK_M), tl.where(words == 0, -2147483648, words))
-                    box = place(boxes_ptr, rank, 3 * copy_bytes + (call + 2) % 3 * (4 * SLOTS * BLOCK_M) * row_tiles)
-                    tl.store(box + slot + tl.arange(0, BLOCK_M), tl.zeros((BLOCK_M,), tl.int32))
         elif live != 0:
             words = pack_words(total.to(ELEMENT), BLOCK_M, PART)
             for step in tl.static_range(1, WORLD + 1):
@@ -499,7 +548,7 @@ def _all_reduce_kernel(
         # Behind it, every thread sees what any thread of the block has stored in out.
         tl.debug_barrier()
         for tile in range(block, tiles, blocks):
-            box = place(boxes_ptr, rank, 3 * copy_bytes + call % 3 * (4 * SLOTS * BLOCK_M) * row_tiles)
+            box = place(boxes_ptr, rank, here + 4 * tile_words)
             box += _slots(row_tiles, tile % row_tiles, BLOCK_M, SLOTS)
             squares = tl.zeros((BLOCK_M,), tl.float32)
             for first in tl.static_range(0, SLOTS, CHUNK):
@@ -518,4 +567,10 @@ def _all_reduce_kernel(
             value *= tl.load(weight_ptr + cols, mask=cols < n, other=0.0).to(tl.float32)[None, :]
             tl.store(normed_ptr + places, value.to(ELEMENT), mask=mask)
     if live != 0:
-        tl.store(epochs_ptr + block, call)
+        uses = tile_words
+        if NORM:
+            uses += row_tiles * (SLOTS * BLOCK_M)
+        for first in range(block, epochs, blocks * THREADS):
+            at = first + tl.arange(0, THREADS) * blocks
+            tl.store(epochs_ptr + at * 2, call, mask=at < epochs)
+            tl.store(epochs_ptr + at * 2 + 1, uses, mask=at < epochs)

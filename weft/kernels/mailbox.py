@@ -32,10 +32,10 @@ def place(boxes_ptr, peer, offset):
 
 
 @triton.jit
-def clear(words_ptr, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """Set COUNT * SIZE contiguous words to empty."""
-    for part in tl.static_range(COUNT):
-        tl.store(words_ptr + part * SIZE + tl.arange(0, SIZE), tl.zeros((SIZE,), tl.int32))
+def clear(words_ptr, words, block, blocks, SIZE: tl.constexpr):
+    """Set this block's part of contiguous words to empty. All blocks together also clear up to SIZE - 1 words behind them."""
+    for first in range(block * SIZE, words, blocks * SIZE):
+        tl.store(words_ptr + first + tl.arange(0, SIZE), tl.zeros((SIZE,), tl.int32))
 
 
 @triton.jit

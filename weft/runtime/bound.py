@@ -46,6 +46,7 @@ from weft.runtime.cuda_resources import CudaResources
 from weft.runtime.host_resources import HostResources
 from weft.runtime.launch_plan import LaunchPlan
 from weft.runtime.launches import Place, Site, StepKernel, WaiterWords
+from weft.runtime.mailboxes import SharedMailbox
 
 DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -120,6 +121,7 @@ class BoundProgram(Site):
 
     _given: frozenset[str] = frozenset()
     _scale_names: Mapping[str, str] = {}
+    _mailboxes: tuple[SharedMailbox, ...] = ()
 
     def __init__(self, resources: HostResources | CudaResources, schedule: Schedule) -> None:
         self.rank_group, self.schedule = resources.rank_group, schedule
@@ -224,9 +226,20 @@ class BoundProgram(Site):
     def scratch(self, name: ScratchName, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a local matrix, which has the same memory in every call."""
 
+    def shared_mailbox(self, copy_bytes: int) -> SharedMailbox:
+        found = self._resources.mailboxes.take(copy_bytes)
+        self._mailboxes += (found,)
+        return found
+
+    def _give_mailboxes_back(self) -> None:
+        for mailbox in self._mailboxes:
+            self._resources.mailboxes.give_back(mailbox)
+        self._mailboxes = ()
+
     @property
     def nbytes(self) -> int:
-        """The bytes of device memory that only this program uses, on the rank that needs most.
+        """The bytes of device memory that only this program uses, and its part of shared mailboxes, on the rank that needs
+        most.
 
         It is the same on every rank, because it decides which programs are closed. It is 0 if all programs share their memory.
         """

@@ -173,6 +173,7 @@ class CudaProgram(BoundProgram):
             not wait.on_previous_call for kernel in waiting for wait in waits(kernel.where.step)
         )
         self.uses = (self.memory, resources.order.sms) if waits_on_sms else (self.memory,)
+        assert resources.order.sms in self.uses or not self._mailboxes, "calls that share a mailbox exclude each other"
         self.replay_uses = (*self.uses, resources.captures.uses) if self.products else self.uses
         """A graph with products also uses the cuBLAS workspace with which it was captured."""
 
@@ -189,10 +190,11 @@ class CudaProgram(BoundProgram):
     def _give_back(self) -> None:
         while self._pieces:
             self.resources.heap.free(self._pieces.pop())
+        self._give_mailboxes_back()
 
     @property
     def nbytes(self) -> int:
-        symmetric = sum(piece.nbytes for piece in self._pieces)
+        symmetric = sum(piece.nbytes for piece in self._pieces) + sum(one.bytes_per_user for one in self._mailboxes)
         return symmetric + scratch_bytes(self.schedule, self.layout)
 
     def symmetric(self, rank: int, offset: int, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -213,8 +215,8 @@ class CudaProgram(BoundProgram):
             self.memory.last, captured=self.captured, forget=lambda: releaser.remove(id(self))
         ):
             LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
-            _IN_USE.append((self._pieces, self._words, self._area, self._scratch, self._plans, self.replays))
-            self._pieces = []
+            _IN_USE.append((self._pieces, self._mailboxes, self._words, self._area, self._scratch, self._plans, self.replays))
+            self._pieces, self._mailboxes = [], ()
         if self.replays is not None:
             self.replays.close()
         self.memory.close(self.driver)

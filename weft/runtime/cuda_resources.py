@@ -39,6 +39,7 @@ from weft.perf.shapes import shapes_for
 from weft.runtime.bindings import Where
 from weft.runtime.choose import agreed_profile
 from weft.runtime.launches import FlagOperations, IssuedCall, Launch
+from weft.runtime.mailboxes import SharedMailboxes
 from weft.runtime.network import CudaWire
 from weft.runtime.order import FIRST_S, Order, PendingCall
 from weft.runtime.replay import give_captures, private_pool, take_captures
@@ -87,6 +88,7 @@ class CudaResources:
         self.machine = agreed_profile(rank_group, device)
         self.capabilities = capabilities(device)
         self.sms = self.capabilities.sms
+        self.mailboxes = SharedMailboxes(heap, device, self.sms)
         self.ragged: list[RaggedKernels] = []
         """What notes the errors of calls with splits, of all programs."""
         self._streams: dict[str, torch.cuda.Stream] = {}

@@ -11,7 +11,7 @@ import torch
 from weft.core.errors import WaitTimeout
 from weft.core.problem import SUMMED_WHOLE, CollectiveProblem, Problem, split
 from weft.core.schedule import MAILBOX_COPIES, Flag, FusedCollective, Schedule
-from weft.kernels.all_reduce import AllReducePlan, Hops, Mailbox, all_reduce, mailbox, plan
+from weft.kernels.all_reduce import AllReducePlan, Hops, all_reduce, plan
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import Site, StepKernel
 
@@ -52,7 +52,9 @@ def _as_matrix(problem: Problem) -> Problem:
 
 
 class FusedCollectiveKernel(StepKernel):
-    """A FusedCollectiveKernel runs one FusedCollective of one rank. Collective, because it allocates memory on all ranks.
+    """A FusedCollectiveKernel runs one FusedCollective of one rank. Collective, because it may allocate memory on all ranks.
+
+    It shares its mailbox with kernels of other programs (weft.runtime.mailboxes).
 
     Raises ValueError for a step that the kernel cannot run.
     It waits itself, and the data that it waits for comes from peers without an SM of this GPU.
@@ -62,7 +64,7 @@ class FusedCollectiveKernel(StepKernel):
 
     def __init__(self, site: Site, where: Where, step: FusedCollective) -> None:
         super().__init__(site, where)
-        self.step, device, blocks = step, site.device, site.blocks
+        self.step, device = step, site.device
         hops, problem = _hops(site.schedule, where, step), _as_matrix(site.schedule.problem)
         self._shape = (problem.m, problem.n) if problem is not site.schedule.problem else None
         self.plan: AllReducePlan = plan(
@@ -72,13 +74,12 @@ class FusedCollectiveKernel(StepKernel):
             hops=hops,
             multiply=step.multiplies,
             device=device,
-            sms=blocks,
+            # The interpreter runs blocks one after the other, and those of a norm wait for each other.
+            sms=1 if step.norm is not None and device.type != "cuda" else site.blocks,
             norm=step.norm is not None,
         )
-        addresses, self._box = site.mailbox(self.plan.mailbox_bytes)
-        # The interpreter runs blocks one after the other, and those of a norm wait for each other.
-        blocks = 1 if step.norm is not None and device.type != "cuda" else self.plan.blocks(blocks)
-        self._memory: Mailbox = mailbox(addresses, blocks, device)
+        shared = site.shared_mailbox(self.plan.copy_bytes)
+        self._memory, self._box = shared.memory, shared.piece.local
         # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one
@@ -113,7 +114,7 @@ class FusedCollectiveKernel(StepKernel):
             raise WaitTimeout(self._missing(call) or f"{self.where}: call {call}: {self._source(region - 1)} was late")
 
     def missing(self) -> str:
-        return self._missing(int(self._memory.epochs.cpu().min()) + 1)
+        return self._missing(int(self._memory.epochs[:, 0].cpu().min()) + 1)
 
     def _missing(self, call: int) -> str:
         whole = self._whole(call)
@@ -130,15 +131,12 @@ class FusedCollectiveKernel(StepKernel):
     def _whole(self, call: int) -> torch.Tensor:
         """Return whether each region has received all words of the rows that are sent."""
         layout = self.plan
-        words = (
-            self._box.cpu()[: layout.tile_bytes]
-            .view(torch.int32)
-            .view(MAILBOX_COPIES, layout.count, layout.regions, layout.region_rows, -1)
-        )
+        used = self._box[call % MAILBOX_COPIES * layout.copy_bytes :][: layout.tile_bytes].cpu()
+        words = used.view(torch.int32).view(layout.count, layout.regions, layout.region_rows, -1)
         tiles = torch.arange(layout.count)[:, None]
         rows = tiles % layout.row_tiles * layout.region_rows + torch.arange(layout.region_rows)
         travels = rows < layout.received_rows
-        return ((words[call % MAILBOX_COPIES] != 0).all(-1) | ~travels[:, None]).all(-1).flatten()
+        return ((words != 0).all(-1) | ~travels[:, None]).all(-1).flatten()
 
     def _source(self, region: int) -> str:
         tile, index = divmod(region, self.plan.regions)

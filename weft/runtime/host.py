@@ -69,7 +69,7 @@ class HostProgram(BoundProgram):
     sms_for_kernels = sms_for_pushes = INTERPRETED_BLOCKS
 
     def __init__(self, resources: HostResources, schedule: Schedule) -> None:
-        self._mailboxes: list[HostAllocation] = []
+        self._pieces: list[HostAllocation] = []
         self.resources = resources
         super().__init__(resources, schedule)
         schedule = self.schedule  # without a kernel for it, a FusedCollective has been replaced by its simpler steps
@@ -133,14 +133,15 @@ class HostProgram(BoundProgram):
         return found
 
     def close(self) -> None:
-        for piece in (self._memory, *self._mailboxes):
+        for piece in (self._memory, *self._pieces):
             self.resources.heap.free(piece)
+        self._give_mailboxes_back()
         if self._rows is not None:
             self._rows.close()
 
     def mailbox(self, nbytes: int) -> tuple[list[int], torch.Tensor]:
-        self._mailboxes.append(self.resources.heap.allocate(nbytes))
-        return self._mailboxes[-1].addresses, self._mailboxes[-1].local[:nbytes]
+        self._pieces.append(self.resources.heap.allocate(nbytes))
+        return self._pieces[-1].addresses, self._pieces[-1].local[:nbytes]
 
     @property
     def submitter(self) -> HostFlags:

@@ -35,6 +35,7 @@ from weft.runtime.arithmetic import multiply_gated
 from weft.runtime.bindings import Bindings, FactorScales, scales_name
 from weft.runtime.choose import nearest_profile
 from weft.runtime.launches import Matmul
+from weft.runtime.mailboxes import SharedMailboxes
 from weft.runtime.network import bounded, name_lost_rank
 
 INTERPRETED_BLOCKS = 4
@@ -88,7 +89,7 @@ class HostResources:
         self.rank_group, self.machine = rank_group, nearest_profile(self.device, rank_group.world_size)
         heap = heap_of(rank_group, self.device)
         assert isinstance(heap, HostHeap)
-        self.heap = heap
+        self.heap, self.mailboxes = heap, SharedMailboxes(heap, self.device, self.blocks)
         self.data: HostAllocation | None = None
         self._wire: HostWire | None = None
         self._scratch: dict[Hashable, torch.Tensor] = {}

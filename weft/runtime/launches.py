@@ -28,6 +28,7 @@ from weft.core.schedule import Collective, Flag, Region, Schedule, SendReceive, 
 from weft.kernels.launch import Launcher, record_launches
 from weft.kernels.tables import DeviceTables
 from weft.runtime.bindings import Bindings, CallTensors, FactorScales, Issue, NotPreparedError, Where, in_turn
+from weft.runtime.mailboxes import SharedMailbox
 from weft.runtime.products import Products
 
 T = TypeVar("T")
@@ -316,6 +317,11 @@ class Site(ABC):
 
         Return the addresses by rank, and this rank's bytes.
         """
+
+    @abstractmethod
+    def shared_mailbox(self, copy_bytes: int) -> SharedMailbox:
+        """Return the mailbox that kernels of all programs with this capacity of a copy share, until the program is closed.
+        Collective."""
 
     def signal_value(self, flag: Flag) -> int:
         """Return the value of a flag's word once it is signalled: the number of tiles if a kernel counts, or else 1."""
