@@ -25,7 +25,7 @@ from weft.report.overlap import IN_BACKWARD
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
-ROW = "matmul_reduce_scatter, matmul_all_reduce"
+ROW = "matmul_reduce_scatter, matmul_all_reduce, matmul_all_reduce_norm"
 BLOCKS = ["q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj"]
 
 

@@ -78,7 +78,7 @@ def test_a_model_loaded_in_parts_is_as_in_one_process(
         pairs = [("q_proj, k_proj, v_proj", "o_proj"), ("gate_proj, up_proj", "down_proj")]
         for columns, row in pairs[: 1 if kind == "mixtral" else 2]:
             assert f": {columns}: all_gather_matmul; overlapped" in report
-            assert f": {row}: matmul_reduce_scatter, matmul_all_reduce; overlapped" in report
+            assert f": {row}: matmul_reduce_scatter, matmul_all_reduce, matmul_all_reduce_norm; overlapped" in report
         assert "matmul_reduce_scatter M=22" in report
         whole_names = {name for name in unsharded if not name.endswith(("norm.weight", "mlp.gate.weight"))}
         assert whole_names == ({"model.embed_tokens.weight"} if whole_head else set())

@@ -27,12 +27,14 @@ class LayerCalls:
 
     compiled: some calls ran in compiled code, which does not record them.
     pending: calls of backward passes that have not run yet, or never will.
-    seen: what callers know about calls that are recorded."""
+    seen: what callers know about calls that are recorded.
+    remarks: why calls ran in another way than the layer's others."""
 
     calls: set[tuple[str, int]] = field(default_factory=set)
     compiled: bool = False
     pending: set[tuple[str, int]] = field(default_factory=set)
     seen: set[tuple[Any, ...]] = field(default_factory=set)
+    remarks: set[str] = field(default_factory=set)
 
     def record(self, operators: Iterable[str], rows: int | None, *, eager: bool, backward: Iterable[str] = ()) -> None:
         """Record the operators that a call runs. Those of its backward pass are recorded when that runs (`watch`).

@@ -28,6 +28,7 @@ from torch.distributed.tensor import Shard
 
 from weft.compat.dispatch import NO_BACKWARD, all_reduced, backward_pass
 from weft.models.linear import Distributor, Tokens, change_input
+from weft.models.norms import deferring_rows
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.ops.parts import cut, gathered, with_summed_double_gradient, with_summed_gradient
 from weft.runtime.groups import GROUPS
@@ -221,7 +222,8 @@ def length_of_positions(args: tuple[Any, ...], kwargs: Mapping[str, Any], positi
 
 @cache
 def noting_tokens(cls: type[Any], position: int) -> type[Any]:
-    """Return a decoder layer's class that records the layout of its input's tokens. The positions give their number.
+    """Return a decoder layer's class that records the layout of its input's tokens, of which the positions give the number, and
+    lets its row linears defer their products (weft.models.norms).
 
     The class overrides forward, because checkpoints may recompute it without the hooks.
     position: the index of position_embeddings among the arguments of forward.
@@ -233,10 +235,15 @@ def noting_tokens(cls: type[Any], position: int) -> type[Any]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         tokens.note(hidden, length_of_positions(args, kwargs, position))
         before, tokens.running = tokens.running, True
+        rows = [] if tokens.sharded() or torch.is_grad_enabled() else deferring_rows(self)
+        for row in rows:
+            row._weft_defers = True
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
             tokens.running = before
+            for row in rows:
+                row._weft_defers = False
 
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 

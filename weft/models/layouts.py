@@ -13,9 +13,8 @@ Each call chooses again, because hooks may be added and removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.nn.modules import module as torch_module
 from weft.compat.dtensors import spec_of
 from weft.core.errors import warn_once
 from weft.models.linear import SharedInputLinears, Tokens, as_dtensor, change_input
+from weft.models.norms import reading
 from weft.models.parameters import as_whole, own_part
 from weft.ops.parts import cut, gathered
 
@@ -169,10 +169,6 @@ def token_dim(layout: Placement, x: Tensor) -> int:
     return dim
 
 
-_READ_NO_INPUTS = ("weft.", "torch.distributed.", "transformers.")
-"""Hooks of these packages do not read a module's input: weft's, FSDP's, and those that record outputs of a decoder's blocks."""
-
-
 @dataclass(frozen=True)
 class Announce:
     """A block's pre-hook that multiplies the block's input by its column linears.
@@ -220,21 +216,10 @@ class Announce:
         if eager and hooks == self.silent:
             return ""
         for name, member in zip(self.linears, self.shared.members, strict=True):
-            if _reading(member._forward_pre_hooks.values()) or _reading(member._forward_hooks.values()):
+            if reading(member._forward_pre_hooks) or reading(member._forward_hooks):
                 return f"a hook of {name}"
-        if _reading(module._forward_pre_hooks.values()) or _reading(module._forward_hooks.values()):
+        if reading(module._forward_pre_hooks) or reading(module._forward_hooks):
             return "a hook of the module"
         if eager:
             self.silent[:] = hooks
         return ""
-
-
-def _reading(hooks: Iterable[Any]) -> bool:
-    return any(not _package(hook).startswith(_READ_NO_INPUTS) for hook in hooks)
-
-
-def _package(hook: Any) -> str:
-    while isinstance(hook, partial):
-        hook = hook.func
-    found: str = getattr(hook, "__module__", None) or type(hook).__module__
-    return found

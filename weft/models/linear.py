@@ -41,6 +41,7 @@ from weft.compat.dispatch import observed
 from weft.compat.dtensors import differentiable_dtensor_of, patch_grad_scaler
 from weft.core.problem import split
 from weft.models.communicating import LayerCalls
+from weft.models.norms import NOT_FUSED, NormAhead, PartialSum
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.models.products import (
     Call,
@@ -53,6 +54,7 @@ from weft.models.products import (
     backward_ops_of_rows,
     call_of_columns,
     call_of_rows,
+    in_one_dtype,
     kind_of,
     ops_of_columns,
     ops_of_rows,
@@ -221,6 +223,8 @@ class RowLinear(nn.Linear):
     _weft_settings: ProductSettings
     _weft_ran: LayerCalls
     _weft_repeated: RepeatedProduct
+    _weft_ahead: NormAhead | None
+    _weft_defers: bool
 
     def forward(self, input: Tensor) -> Tensor:
         eager, tokens, products = not torch.compiler.is_compiling(), self._weft_tokens, self._weft_settings.products
@@ -233,11 +237,28 @@ class RowLinear(nn.Linear):
                 self._watch(input, out, scatter)
                 return with_biases([out], [bias])[0]
         weight = products.weight_of(self, eager)
+        if self._weft_defers and self._weft_ahead is not None and not scatter:
+            deferred = self._defer(self._weft_ahead, input, weight, bias, eager)
+            if deferred is not None:
+                return cast(Tensor, deferred)
         self._record(input, scatter, eager)
         out = products.rows(input, weight, bias, self._exchange(input, dim, scatter, eager))
         if eager:
             self._watch(input, out, scatter)
         return out
+
+    def _defer(self, ahead: NormAhead, x: Tensor, weight: Tensor, bias: Tensor | None, eager: bool) -> PartialSum | None:
+        """Return the product for the layer to add to its residual, or None if it cannot be computed with the norm."""
+        (x, weight), norm = in_one_dtype(x, [weight]), ahead.weight(eager)
+        if norm.dtype != x.dtype or norm.shape != (self.out_features,):
+            if eager:
+                has = f"{norm.dtype} {tuple(norm.shape)}, the product {x.dtype} {(self.out_features,)}"
+                self._weft_ran.remarks.add(f"{NOT_FUSED}its weight is {has}")
+            return None
+        if not eager or self._weft_ran.is_new(x.shape, "norm"):
+            self._weft_ran.record(("matmul_all_reduce_norm",), count_rows(x, 0, None), eager=eager)
+        options = {"schedule": self._weft_settings.of("matmul_all_reduce"), "bias": None if bias is None else bias.to(x.dtype)}
+        return PartialSum(ahead, x, weight.t(), norm, group_of(self, eager=eager), **options)
 
     def _call_of(self, x: Tensor, factors: Sequence[Tensor], dim: int) -> Call:
         self._record(x, True, eager=True)
@@ -337,6 +358,7 @@ def make_row_linear(linear: nn.Linear, tokens: Tokens, settings: ProductSettings
     row = cast(RowLinear, linear)
     row._weft_tokens, row._weft_settings = tokens, settings
     row._weft_ran, row._weft_repeated = LayerCalls(), RepeatedProduct()
+    row._weft_ahead, row._weft_defers = None, False
     return row._weft_ran
 
 

@@ -9,8 +9,9 @@ The layout of the tokens of hidden states [B, S, H], from the embedding to the h
     final norm       pre-hook: gathers all tokens, after whichever layer was the last to run
     norm, head       whole; the head's columns are sharded, and its logits gathered
 
-A call with few tokens (decoding) has all tokens on every rank: matmul | heads | matmul_all_reduce. A layer chooses by its
-inputs in each call. So lengths may change, and activation checkpoints recompute the same operators.
+A call with few tokens (decoding) has all tokens on every rank: matmul | heads | matmul_all_reduce. Without gradients, the
+residual and the norm that follows are computed with it, by matmul_all_reduce_norm (norms.py). A layer chooses by its inputs in
+each call. So lengths may change, and activation checkpoints recompute the same operators.
 
 A block that cannot be sharded runs whole on every rank, between a gather and a cut. Its report says why. All checks run before
 the first module is changed.
@@ -53,8 +54,17 @@ from weft.models.decoder_tokens import (
 )
 from weft.models.experts import ExpertParallel
 from weft.models.layouts import Announce, ColumnsIn, ColumnsOut, LogitsOut
-from weft.models.linear import Distributor, InputHook, Tokens, make_column_linears, make_row_linear, why_not_linear
-from weft.models.products import ProductSettings, check_sizes, kind_of
+from weft.models.linear import (
+    Distributor,
+    InputHook,
+    RowLinear,
+    Tokens,
+    make_column_linears,
+    make_row_linear,
+    why_not_linear,
+)
+from weft.models.norms import NOT_FUSED, NormAhead, computed_ahead, norms_after
+from weft.models.products import LinearProducts, ProductSettings, check_sizes, kind_of
 from weft.models.replicas import (
     ParameterReaders,
     always,
@@ -94,7 +104,8 @@ def parallelize(
         mesh: a mesh of one dimension (mesh["tp"] of a larger one).
         schedule: a name, as for weft.all_gather_matmul and weft.matmul_reduce_scatter, which both must have it. Calls with few
             tokens (matmul_all_reduce) use "auto" if they do not have it.
-        few_tokens: a call with at most this number of tokens keeps them whole on every rank.
+        few_tokens: a call with at most this number of tokens keeps them whole on every rank. Without gradients (decoding), each
+            row linear then runs matmul_all_reduce_norm, with the residual and the norm that follows.
         keep_gathered: keep gathered inputs for weights' gradients, as torch's styles do. False saves that memory, and gathers
             them again in the backward pass.
         experts: a style for blocks of experts whose input and output have as many tokens on each rank (weft.ExpertParallel()).
@@ -147,7 +158,8 @@ def shard(
     _check_options(mesh, experts, src_data_rank)
     tokens = DecoderTokens(mesh=mesh, few_tokens=few_tokens)
     names = {module: name for name, module in model.named_modules()}
-    within = _Within(mesh, decoder.config, settings, Distributor(mesh, src_data_rank), tokens, experts, names)
+    distribute, norms = Distributor(mesh, src_data_rank), norms_after(decoder)
+    within = _Within(mesh, decoder.config, settings, distribute, tokens, experts, names, norms)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     whole = within.check(model, decoder, embedding, head)
     if sharded_logits and (head is None or head in whole):
@@ -217,6 +229,7 @@ class _Within:
 
     tokens: the token layout of all layers, which the running layer sets.
     names: the names of the model's modules.
+    norms: the norm that follows each block, or why it is not computed with the block's product.
     region: all modules that read whole parameters.
     done: the children of layers that are sharded already, since layers may share some.
     """
@@ -228,6 +241,7 @@ class _Within:
     tokens: DecoderTokens
     experts: ParallelStyle | None
     names: Mapping[nn.Module, str]
+    norms: Mapping[nn.Module, nn.Module | str]
     region: ParameterReaders = field(default_factory=ParameterReaders)
     done: set[nn.Module] = field(default_factory=set)
 
@@ -357,7 +371,10 @@ class _Within:
         last = cast(nn.Linear, base_of(row))
         ran = make_row_linear(last, self.tokens, self.settings, self.distribute)
         shard_row(row, self.tokens, self.settings, self.distribute)
-        record_layer(child, describe_row(last, Shard(1), self.settings, ran, parts=(block.row,), also=("matmul_all_reduce",)))
+        why = self._fuse(child, block.row)
+        also = ("matmul_all_reduce",) if why else ("matmul_all_reduce", "matmul_all_reduce_norm")
+        reason = why and NOT_FUSED + why
+        record_layer(child, describe_row(last, Shard(1), self.settings, ran, parts=(block.row,), also=also, reason=reason))
         if block.fused:
             row.register_forward_pre_hook(InputHook("input", ColumnsIn(self.mesh)), with_kwargs=True)
             fused = ", ".join(block.columns)
@@ -371,6 +388,20 @@ class _Within:
                 replicate(other, self.distribute, never if block.fused else always, self.region)
         if any(isinstance(each, nn.Parameter) for each in heads.values()):
             replicate_alone(child, self.distribute, never, self.region, Shard(0))
+
+    def _fuse(self, child: nn.Module, name: str) -> str:
+        """Let a block's row linear compute the norm that follows, in calls that allow it. Return why it never does, or ""."""
+        row, norm = child.get_submodule(name), self.norms.get(child, "no norm follows")
+        if isinstance(norm, str):
+            return norm
+        if not isinstance(row, RowLinear):
+            return "an adapter (LoRA) adds to its output"
+        if type(row._weft_settings.products) is not LinearProducts:
+            return "it multiplies in FP8"
+        child.__dict__["_weft_row"], row._weft_ahead = name, NormAhead(norm=norm)
+        norm.__class__ = computed_ahead(class_of(norm))
+        norm.__dict__["_weft_ahead"] = row._weft_ahead
+        return ""
 
     def _columns(self, child: nn.Module, block: Block) -> None:
         """Shard the linears that read a block's input."""

@@ -255,16 +255,25 @@ def describe_row(
     *,
     parts: Sequence[str] = (),
     also: Sequence[str] = (),
+    reason: str = "",
 ) -> CommunicatingLayer:
     """Describe a row-sharded linear.
 
     ran: its calls so far.
     also: operators that some of its calls run.
+    reason: why it does not run others.
     """
     operator = "matmul_all_reduce" if output.is_replicate() else "matmul_reduce_scatter"
     n, k, name = linear.out_features, linear.in_features, get_process_group(linear.weight).group_name
     return CommunicatingLayer(
-        parts=tuple(parts), operators=(operator, *also), n=n, k=k, group=name, schedule=settings.schedule, ran=ran
+        parts=tuple(parts),
+        operators=(operator, *also),
+        reason=reason,
+        n=n,
+        k=k,
+        group=name,
+        schedule=settings.schedule,
+        ran=ran,
     )
 
 

@@ -99,6 +99,11 @@ class ReportedPlace:
         return self.layer.overlapped and would_be_known and not self.calls
 
     @property
+    def remarks(self) -> list[str]:
+        """Why some calls ran in another way than the others."""
+        return [] if self.layer.ran is None else [f"some calls: {remark}" for remark in sorted(self.layer.ran.remarks)]
+
+    @property
     def kept_bytes(self) -> int:
         """The memory of a rank for the gathered inputs that all these layers keep for the backward pass, with the most rows."""
         return self.count * max((call.kept_bytes for call in self.calls), default=0)
@@ -132,8 +137,8 @@ def describe_place(place: ReportedPlace) -> Iterator[str]:
     layer = place.layer
     parts = (", ".join(layer.operators), layer.reason, place.verdict) if layer.operators else (place.verdict, layer.reason)
     yield f"{place.count:4} x {layer.name}: {'; '.join(filter(None, parts))}"
-    for call in place.calls:
-        yield f"         {call}"
+    for line in (*place.calls, *place.remarks):
+        yield f"         {line}"
     if place.kept_bytes:
         each = f"{place.count} x {mib(place.kept_bytes / place.count)} MiB"
         yield f"         keeps its gathered input for the backward pass: {each} of memory on a rank"
@@ -164,7 +169,7 @@ def page(model: str, headline: str, lead: str, places: Sequence[ReportedPlace], 
 
 def _rows(place: ReportedPlace) -> Iterator[Sequence[Cell]]:
     """Yield a row for the place, and one for each kind of call that it has made."""
-    said = "; ".join(filter(None, (place.layer.reason, "not called yet" if place.awaits_first_call else "")))
+    said = "; ".join(filter(None, (place.layer.reason, *place.remarks, "not called yet" if place.awaits_first_call else "")))
     verdict = Judged(place.verdict, place.overlapped)
     yield place.layer.name, place.count, verdict, ", ".join(place.layer.operators), *[""] * 8, said
     for call in place.calls:
@@ -296,7 +301,11 @@ def _merge_calls(layers: Sequence[CommunicatingLayer]) -> LayerCalls | None:
     all_ran = [layer.ran for layer in layers if layer.ran is not None]
     if len(all_ran) < len(layers):
         return None
-    return LayerCalls({call for ran in all_ran for call in ran.calls}, any(ran.compiled for ran in all_ran))
+    return LayerCalls(
+        {call for ran in all_ran for call in ran.calls},
+        any(ran.compiled for ran in all_ran),
+        remarks={remark for ran in all_ran for remark in ran.remarks},
+    )
 
 
 def _find_calls(layer: CommunicatingLayer, device: torch.device) -> Iterator[ReportedCall]:
@@ -341,13 +350,18 @@ def _is_of(problem: Problem, asked: str, layer: CommunicatingLayer) -> bool:
 
     n and k are swapped between operators that gather and operators that reduce."""
     served = partial(serves if asked == "auto" else _has_rows, problem)
-    if layer.ran is not None and not layer.ran.may_have(problem.op, served):
+    operator = _operator_of(problem)
+    if layer.ran is not None and not layer.ran.may_have(operator, served):
         return False
-    if problem.op not in {*layer.operators, *(BACKWARD.get(cast(Op, operator)) for operator in layer.operators)}:
+    if operator not in {*layer.operators, *(BACKWARD.get(cast(Op, operator)) for operator in layer.operators)}:
         return False
     straight = (problem.op in REDUCTIONS) == (layer.operators[0] in REDUCTIONS)
     size = (problem.n, problem.k) if straight else (problem.k, problem.n)
     return size in ((layer.n, layer.k), *layer.other_sizes)
+
+
+def _operator_of(problem: Problem) -> str:
+    return problem.op if problem.norm_eps is None else f"{problem.op}_norm"
 
 
 def _has_rows(problem: Problem, rows: int) -> bool:
@@ -362,7 +376,7 @@ def _describe_call(schedule: Schedule, choice: Choice | None, device: torch.devi
     profile = _profile(problem, device)
     us = choice.us if choice is not None and chosen else {}
     return ReportedCall(
-        op=problem.op,
+        op=_operator_of(problem),
         rows=problem.m,
         spec=spec,
         why=_explain_choice(choice) if choice is not None and chosen else "asked for",
