@@ -353,7 +353,7 @@ def _mistakes() -> None:
     for change, message in MISTAKES:
         with pytest.raises(ValueError, match=message):
             weft.matmul_all_reduce(**{"a": torch.ones(5, 4), "b": torch.ones(4, 2), **change})
-    with pytest.raises(ValueError, match="schedule is 'two_shot', which is for matmul_all_reduce alone; "):
+    with pytest.raises(ValueError, match="schedule is 'two_shot', which is for matmul_all_reduce, all_reduce alone; "):
         weft.matmul_reduce_scatter(torch.ones(2, 4), torch.ones(4, 2), schedule="two_shot")
     nothing = weft.matmul_all_reduce(torch.ones(2, 3, 4), torch.ones(4, 0), residual=torch.ones(2, 3, 0))
     assert nothing.shape == (2, 3, 0)

@@ -15,9 +15,9 @@ from weft.core.schedule import Copy, Lane, Reduce, Schedule, Step, Sum
 from weft.perf import run
 from weft.planner import plan
 from weft.runtime.bound import layout
-from weft.schedules import candidates, names
+from weft.schedules import candidates, names, unfit
 
-OVERLAPS = [(op, name, False) for op in COLLECTIVE_OPS for name in names(op) if name != "sequential"]
+OVERLAPS = [(op, name, False) for op in COLLECTIVE_OPS for name in names(op) if name.startswith("copy_engine")]
 OVERLAPS += [(op, "copy_engine", True) for op in COLLECTIVE_OPS if op != "reduce_scatter"]
 
 
@@ -40,7 +40,7 @@ def problems(draw: st.DrawFn) -> CollectiveProblem:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(problems(), st.sampled_from((1, 2, 5)), st.booleans())
 def test_every_schedule_is_proved_and_keeps_to_its_room(problem: CollectiveProblem, chunks: int, fan_out: bool) -> None:
-    for name in names(problem.op):
+    for name in [one for one in names(problem.op) if not unfit(one, problem)]:
         schedule = weft.schedule.build(problem, name, chunks, fan_out=fan_out)
         weft.schedule.check(schedule)
         assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
@@ -116,7 +116,7 @@ def test_what_is_right_only_apart_is_refused() -> None:
         ({"m": 10}, "m is 10; all_gather needs a multiple of world_size, 3"),
         ({"staging_bytes": 100}, "staging_bytes is 100; it must be a whole number of at least 65536"),
         ({"sms": 0}, "sms is 0"),
-        ({"n": 2}, "a collective has m alone"),
+        ({"n": 2}, "all_gather has m alone"),
         ({"reduce_op": "avg"}, "all_gather sums nothing"),
         ({"op": "all_reduce", "dtype": "uint8"}, "all_reduce sums bfloat16, float16, float32"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
