@@ -83,7 +83,7 @@ class Effects:
         if name == "bags":
             return ("P", 0, self._first_column(rank))
         if name in ADDED:
-            return ("AB", None if name == "bias" else 0, 0, (ADDED[name],), 1)
+            return ("AB", None if name == "bias" else self._first_row(rank), 0, (ADDED[name],), 1)
         if name == "norm_weight":
             return ("W", 0, 0)
         if isinstance(self.problem, CollectiveProblem):
@@ -273,14 +273,18 @@ class Effects:
         if problem.op == "all_gather_matmul":
             return [(rows, ("AB", 0, self._first_column(rank), every_k, 1))]
         if problem.op == "matmul_all_reduce":
-            return [(rows, self._whole_sum(name, problem.k))]
+            return [(rows, self._whole_sum(name, problem.k, first=self._first_row(rank)))]
         divide_by = problem.world_size if problem.reduce_op == "avg" else 1
         return [(rows, ("AB", problem.shards[rank][0], 0, every_k, divide_by))]
 
-    def _whole_sum(self, name: str, k: int, divide_by: int = 1) -> Content:
-        """Return the content of the sum over all k and the addends, or of its norm."""
+    def _first_row(self, rank: int) -> int:
+        """Return the row of the whole sum at which the residual and the result of a rank begin."""
+        return self.problem.shards[rank][0] if self.problem.residual_sharded else 0
+
+    def _whole_sum(self, name: str, k: int, divide_by: int = 1, first: int = 0) -> Content:
+        """Return the content of the sum over all k and the addends, or of its norm. first: the row at which the sum begins."""
         ks = (*sorted(ADDED[addend] for addend in self.problem.addends), (0, k))
-        return ("N", 0, 0, ("AB", ks, divide_by)) if name == "normed" else ("AB", 0, 0, ks, divide_by)
+        return ("N", 0, 0, ("AB", ks, divide_by)) if name == "normed" else ("AB", first, 0, ks, divide_by)
 
     def _expected_arrivals(self, name: str, src_rank: int, rank: int) -> tuple[Span1D, Content]:
         """Return the rows of an all-to-all that `rank` has from `src_rank`, and their content.

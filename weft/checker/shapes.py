@@ -133,7 +133,7 @@ def caller_buffers(problem: Problem) -> dict[str, tuple[str, Shape]]:
 def _add_to_sum(problem: Problem, inputs: dict[str, tuple[Extent, Extent]], outputs: dict[str, tuple[Extent, Extent]]) -> None:
     """Add the buffers of what is added to a sum, and of its norm."""
     for name in problem.addends:
-        inputs[name] = problem.m if name == "residual" else 1, problem.n
+        inputs[name] = problem.out_rows if name == "residual" else 1, problem.n
     if problem.norm_eps is not None:
         inputs["norm_weight"], outputs["normed"] = (1, problem.n), (problem.m, problem.n)
 

@@ -219,6 +219,7 @@ class Problem:
     the a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of
     x. With "shard" it has its shard of x's rows, which are gathered.
     norm_eps: an operator of SUMMED_WHOLE also returns rms_norm(out) * norm_weight, with this epsilon. None for no norm.
+    residual_sharded: the residual and out of a matmul_all_reduce with a norm have only the rows of this rank's shard.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
     MOST_WORLD), or inconsistent sizes.
@@ -243,6 +244,7 @@ class Problem:
     products: int = 1
     weight_gradients: Literal["", "whole", "shard"] = ""
     norm_eps: float | None = None
+    residual_sharded: bool = False
 
     def __post_init__(self) -> None:
         if self.op not in self.KNOWN:
@@ -282,6 +284,8 @@ class Problem:
         if self.norm_eps is not None and (self.op not in SUMMED_WHOLE or not 0 <= self.norm_eps < 1):
             takes = "use a number from 0 to below 1" if self.op in SUMMED_WHOLE else f"{self.op} has no norm, use None"
             raise ValueError(f"norm_eps is {self.norm_eps!r}; {takes}")
+        if self.residual_sharded and (self.norm_eps is None or self.op != "matmul_all_reduce"):
+            raise ValueError(f"residual_sharded is {self.residual_sharded!r}; only a matmul_all_reduce with a norm has it")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
 
@@ -405,7 +409,7 @@ class Problem:
     def out_rows(self, rank: int) -> int:
         """Return the rows of the result on `rank`: M, its shard, or for an all-to-all the rows that arrive from all ranks."""
         low, high = self.shards[rank]
-        if self.op in ("all_gather_matmul", "matmul_all_reduce"):
+        if self.op in ("all_gather_matmul", "matmul_all_reduce") and not self.residual_sharded:
             return self.m
         return (high - low) * (self.world_size if self.op in EXCHANGES else 1)
 
@@ -438,7 +442,7 @@ class Problem:
     @property
     def _added(self) -> str:
         return "".join(f" +{name}" for name in self.addends) + (
-            "" if self.norm_eps is None else f" +norm, eps {self.norm_eps:g}"
+            "" if self.norm_eps is None else f" +norm, eps {self.norm_eps:g}" + ", sharded residual" * self.residual_sharded
         )
 
     @property

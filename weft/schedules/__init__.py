@@ -53,6 +53,7 @@ class Family:
     across: the family supports ranks on several nodes. Others load from and store to all ranks.
     fans_out: copies to several peers may run at once. Otherwise a rank sends to one peer after the other, or from kernels.
     overlaps: it communicates during the computation. Otherwise it exchanges before or after it.
+    shards_residual: it leaves the rows of a matmul_all_reduce's residual and sum at their owners, if the problem does.
     float8: it takes FP8 operands. Families that cut columns of a or b do not, because elements of a row may share a scale.
     quantises: its kernels may quantise the rows of a that they send.
     candidate: planners consider it. Otherwise it has to be requested by name.
@@ -69,6 +70,7 @@ class Family:
     across: bool = False
     fans_out: bool = True
     overlaps: bool = True
+    shards_residual: bool = False
     float8: bool = True
     quantises: bool = False
     candidate: bool = True
@@ -96,6 +98,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             name="sequential",
             overlaps=False,
+            shards_residual=True,
             quantises=True,
             traits=FamilyTraits("whole", "nccl", "nccl"),
             summary="cuBLAS GEMM and NCCL collective, one after the other",
@@ -248,6 +251,13 @@ FAMILIES: dict[str, Family] = {
             builders={"matmul_all_reduce": ar.two_shot, "all_reduce": partial(collectives.build_one_kernel, hops=2)},
         ),
         Family(
+            name="token_split",
+            summary="rows in parts: one is multiplied while the part before it is summed by its owners and sent to all",
+            source="TokenWeave",
+            shards_residual=True,
+            builders={"matmul_all_reduce": ar.token_split},
+        ),
+        Family(
             name="node_slices",
             unfit=_fits_nodes,
             traits=FamilyTraits("tiles", "push_copies", "tile_stores"),
@@ -351,6 +361,9 @@ def unfit(name: str, problem: Problem) -> str:
     if problem.scaling is not None and problem.scaling.quantises and not FAMILIES[name].quantises:
         quantising = ", ".join(one.name for one in FAMILIES.values() if one.quantises)
         return f"schedule is {name!r}, which sends rows unquantised; schedules that quantise a are {quantising}"
+    if problem.residual_sharded and not FAMILIES[name].shards_residual:
+        fit = " or ".join(one for one in names(problem.op) if FAMILIES[one].shards_residual)
+        return f"schedule is {name!r}, after which every rank has the whole sum; with a sharded residual use {fit}"
     if problem.weight_gradients and FAMILIES[name].registered:
         return f"schedule is {name!r}, which was registered for calls without gradients of weights"
     if isinstance(problem, CollectiveProblem) and problem.rows_matter and FAMILIES[name].registered:

@@ -9,6 +9,7 @@ Buffers of rank r
     recv      symmetric              one_shot: p*M x N, the products of each of the p other ranks, in the order of ranks;
                                      two_shot: p*M x n_r of the columns that r owns
     summed    symmetric  M x N       two_shot: the columns that others own, as their owners summed them
+    landing   symmetric  M x N       token_split: the rows that others own, as their owners summed them
     mine      local      M x n_r     node_slices: the sum over the node of the columns that r owns within it
     theirs    local      q*M x n_r   node_slices: what each of the q other nodes has summed of these columns
     norm_weight  input   1 x N       if the problem has a norm
@@ -20,6 +21,10 @@ Flags of rank r (who signals ~> who waits)
     ready[p]@r     p ~> r: p's columns are in summed              read[p]@r   p ~> r: p has read r's data in p's summed
 
     made[i]@r      r ~> r's network lane: rows i are in `mine`    landed[i]@r r's network lane ~> r: and in `theirs`
+
+    made[i]@r, summed[i]@r     token_split: r ~> r's copy lane: part i of all rows is in partial; of r's own, in `out`
+    landed[i]@r                p ~> r's lane copy.out: a piece of p's rows is in landing
+    here[i]@r                  r's lane copy.out ~> r: and in `out`, where there is a norm
 
     one_shot: one hop                                   two_shot: two hops, 2/p of the bytes
     rank r                      rank p                  rank r                     rank o, the owner of some columns
@@ -33,6 +38,12 @@ Results have the same bits on all ranks. In one_shot every rank adds in the same
 
 Bad interleaving: r is a call ahead, and writes recv of p while p still sums the old rows. `free` prevents this; for summed,
 `read` does.
+
+    token_split, on rank r: each part of the rows is multiplied while the part before it is exchanged
+
+    compute     gemm 0 | gemm 1 | sum 0 | gemm 2 | sum 1 | norm 0 | sum 2 | norm 1 | norm 2
+    copy                products of part 0 to their owners | of part 1 | own sums of part 0 to all | products of part 2 | ...
+    copy.out                                                 the peers' sums of part 0, from landing to out | ...
 
 If the device has the kernel, one persistent kernel runs all of it, or all but a cuBLAS GEMM (Lane.fused;
 weft.kernels.all_reduce).
@@ -48,6 +59,7 @@ from weft.core.schedule import (
     Copy,
     Flag,
     FusedCollective,
+    Norm,
     Part,
     Push,
     Receive,
@@ -60,7 +72,8 @@ from weft.core.schedule import (
     Sum,
     Wait,
 )
-from weft.schedules.builder import Builder, Request
+from weft.schedules.builder import Builder, Piece, Request
+from weft.schedules.matmul_reduce_scatter import Scatter
 
 ONE_HOP_BYTES = 3 << 20
 """Partial results of at most this many bytes per rank are sent to all ranks by sequential_stores, larger ones to their owners.
@@ -99,6 +112,8 @@ class _Everywhere(Builder):
 
 def sequential(request: Request) -> Schedule:
     """Run one GEMM, then NCCL's all-reduce, in place. A separate sum adds the addends after it, and rounds once more."""
+    if request.problem.residual_sharded:
+        return _sequential_shards(request)
     s = _Everywhere(request, partial=bool(request.problem.addends))
     into = "partial" if s.problem.addends else "out"
     for rank in s.ranks:
@@ -108,6 +123,27 @@ def sequential(request: Request) -> Schedule:
         if s.problem.addends and rank in s.ranks_with_work:
             srcs = (s.region("partial", rank), *s.addends(rank))
             s.add_steps(rank, "compute", Reduce((Sum(srcs, s.region("out", rank)),)))
+    return s.build_schedule()
+
+
+def _sequential_shards(request: Request) -> Schedule:
+    """Run one GEMM, NCCL's reduce-scatter, a sum and a norm of the own rows, and NCCL's all-gather of the norm."""
+    s = Scatter(request, sums_in="out", recv=False)
+    own, n = s.shard_rows, s.problem.n
+    s.add_buffer("mine", "local", own, n)
+    s.add_buffer("own_normed", "local", own, n)
+    for rank in s.ranks_with_work:
+        partial, mine, out, normed = (s.region(name, rank) for name in ("partial", "mine", "out", "own_normed"))
+        s.add_gemm(rank, [s.part(rank, (0, s.problem.m))])
+        into = mine if s.problem.addends else out
+        s.add_steps(rank, "compute", Collective("reduce_scatter", partial, into))
+        if s.problem.addends and own[rank]:
+            s.add_steps(rank, "compute", Reduce((Sum((mine, *(s.region(name, rank) for name in s.problem.addends)), out),)))
+        norm = s.take_norm(rank)
+        assert norm is not None, "only a problem with a norm has a sharded residual"
+        if own[rank]:
+            s.add_steps(rank, "compute", replace(norm, out=normed))
+        s.add_steps(rank, "compute", Collective("all_gather", normed, s.region("normed", rank)))
     return s.build_schedule()
 
 
@@ -136,6 +172,82 @@ def sequential_stores(request: Request) -> Schedule:
     for rank in s.ranks_with_work:
         s.multiply(rank, "partial")
         s.add_fused_collective(rank, ("partial",), hops=1 if few else 2)
+    return s.build_schedule()
+
+
+class _TokenSplit(Scatter):
+    """Builds token_split. Each rank owns a shard of the rows, which it sums, and sends to all. If the residual stays sharded, it
+    sends the norm of its rows instead."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request, copies=True, sums_in="out")
+        self.add_buffer("landing", "symmetric", self.problem.m, self.problem.n)
+        self._normed.update(self.ranks)  # row by row, not as the last step
+        self.sent = "normed" if self.problem.residual_sharded else "out"
+        """What a rank sends of its rows, once they are summed."""
+
+    def multiply(self, rank: int, index: int) -> None:
+        """Add the products of chunk `index` of every shard, and their copies to the owners. The own shard's comes last."""
+        for piece in self.select_chunk(index, self.peers(rank)):
+            self.add_gemm(rank, [self.part(rank, piece.rows)])
+            self.add_steps(rank, "compute", Signal(self.made(rank, piece)))
+        self.copy_step_to_owners(rank, index, made=True)
+        self.add_gemm(rank, [self.part(rank, piece.rows) for piece in self.select_chunk(index, [rank])])
+
+    def sum_up(self, rank: int, index: int) -> None:
+        """Add the sum of the own piece of chunk `index`, and its copies to all peers."""
+        for piece in self.select_chunk(index, [rank]):
+            self.add_steps(rank, "compute", Reduce((self.make_sum(rank, index, piece.rows),)))
+            if piece == self.pieces[rank][-1]:
+                self.signal_read(rank)
+            if self.problem.residual_sharded:
+                self.normalise(rank, piece)
+            if self.peers(rank):
+                self.add_steps(rank, "compute", Signal(Flag("summed", rank, index)))
+            if not self.problem.residual_sharded:
+                self.normalise(rank, piece)
+            for number, peer in enumerate(self.peers(rank)):
+                lane, there = self.copy_lane(peer), self.region("landing", peer, piece.rows)
+                if number == 0 or self.fan_out:
+                    self.add_steps(rank, lane, Wait(Flag("summed", rank, index)))
+                if piece == self.pieces[rank][0]:
+                    self.add_steps(rank, lane, Wait(Flag("read", rank, peer), on_previous_call=True))
+                copy = Copy(self.region(self.sent, rank, piece.rows), there)
+                self.add_steps(rank, lane, copy, Signal(self.flag("landed", peer, rank, index)))
+
+    def collect(self, rank: int, index: int) -> None:
+        """Add the copies of the peers' sums of chunk `index` to the result, and their norm."""
+        for piece in self.select_chunk(index, self.peers(rank, step=-1)):
+            owner, landed = piece.shard, self.region("landing", rank, piece.rows)
+            here = self.flag("here", rank, owner, index)
+            self.add_steps(rank, "copy.out", Wait(self.flag("landed", rank, owner, index)))
+            self.add_steps(rank, "copy.out", Copy(landed, self.region(self.sent, rank, piece.rows)))
+            if piece == self.pieces[owner][-1]:
+                self.add_steps(rank, "copy.out", Signal(Flag("read", owner, rank)))
+            if self.problem.norm_eps is not None and self.sent == "out":
+                self.add_steps(rank, "copy.out", Signal(here))
+                self.add_steps(rank, "compute", Wait(here))
+                self.normalise(rank, piece)
+
+    def normalise(self, rank: int, piece: Piece) -> None:
+        """Add the norm of a piece of the result, if the problem has one."""
+        if self.problem.norm_eps is not None:
+            out = self.own_out(rank, piece.rows) if piece.shard == rank else self.region("out", rank, piece.rows)
+            normed = self.region("normed", rank, piece.rows)
+            self.add_steps(rank, "compute", Norm(out, self.region("norm_weight", rank), normed, self.problem.norm_eps))
+
+
+def token_split(request: Request) -> Schedule:
+    """Cut the rows into parts. While a part is multiplied, the one before it is summed by the owners of its rows, and the one
+    before that is sent to all ranks."""
+    s = _TokenSplit(request)
+    for rank in s.ranks_with_work:
+        for index in range(s.chunks + 1):
+            if index < s.chunks:
+                s.multiply(rank, index)
+                s.sum_up(rank, index)
+            if index >= 1:
+                s.collect(rank, index - 1)
     return s.build_schedule()
 
 

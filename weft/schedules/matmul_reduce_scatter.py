@@ -81,13 +81,15 @@ ONE_KERNEL_BYTES = 16 << 20
 copies of the arrived rows."""
 
 
-class _Scatter(Builder):
+class Scatter(Builder):
     """The buffers and flags of this operator, and steps that several schedules share.
 
-    For matmul_all_reduce, the result of the reduce-scatter, including the addends of its rows, is in `mine`. NCCL gathers it.
+    For matmul_all_reduce, the result of the reduce-scatter, including the addends of its rows, is in `mine`, and NCCL gathers it;
+    or it is in `out`, and copies gather it.
 
     copies: `copy_in_turn` writes all that peers receive. If an owner has one port for several peers, these copies take turns.
     gather_by: what gathers x, if ranks have shards of it.
+    sums_in: the buffer that has this rank's rows of a matmul_all_reduce.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class _Scatter(Builder):
         recv: bool = True,
         copies: bool = False,
         gather_by: Literal["copies", "nccl"] = "copies",
+        sums_in: Literal["mine", "out"] = "mine",
     ) -> None:
         super().__init__(request)
         self.gather_by = gather_by
@@ -108,17 +111,20 @@ class _Scatter(Builder):
         inner = [self.problem.inner(r) for r in self.ranks]
         self.recv = recv and partial != "symmetric"
         self.gathers = self.problem.op == "matmul_all_reduce"
+        self.out_rows = [self.problem.out_rows(r) for r in self.ranks]
         self.add_buffer("a", "input", m, inner, operand="a")
         self.add_buffer("b", "input", inner, n, operand="b")
         if partial:
             self.add_buffer("partial", partial, m, n)
         if self.recv:
             self.add_buffer("recv", "symmetric", [(self.world_size - 1) * rows for rows in self.shard_rows], n)
+        self.sums_in = sums_in if self.gathers else "out"
         if self.gathers:
-            self.add_buffer("mine", "local", self.shard_rows, n)
+            if sums_in == "mine":
+                self.add_buffer("mine", "local", self.shard_rows, n)
             for addend in self.problem.addends:
-                self.add_buffer(addend, "input", m if addend == "residual" else 1, n)
-        self.add_buffer("out", "output", m if self.gathers else self.shard_rows, n)
+                self.add_buffer(addend, "input", self.out_rows if addend == "residual" else 1, n)
+        self.add_buffer("out", "output", self.out_rows, n)
         if self.problem.weight_gradients:
             sharded = self.problem.weight_gradients == "shard"
             self.add_buffer("x", "input", self.shard_rows if sharded else m, n)
@@ -162,8 +168,13 @@ class _Scatter(Builder):
         return self.region("recv", shard, (base + rows[0], base + rows[1]), cols)
 
     def own_out(self, rank: int, rows: Span1D, cols: Span1D | None = None) -> Region:
+        whole = self.gathers and self.sums_in == "out" and not self.problem.residual_sharded
+        return self.region(self.sums_in, rank, rows if whole else self.in_shard(rank, rows), cols)
+
+    def in_shard(self, rank: int, rows: Span1D) -> Span1D:
+        """Return global rows of a rank's shard, counted from its first."""
         base = self.problem.shards[rank][0]
-        return self.region("mine" if self.gathers else "out", rank, (rows[0] - base, rows[1] - base), cols)
+        return rows[0] - base, rows[1] - base
 
     def part(self, rank: int, rows: Span1D, count: Flag | None = None) -> Part:
         return Part(self.region("a", rank, rows), self.region("partial", rank, rows), count=count)
@@ -222,14 +233,17 @@ class _Scatter(Builder):
 
         made: wait for the flag of each piece; otherwise for the flag of its step.
         """
-        step = -1
-        for piece in self.by_step(rank):
+        for index in range(self.chunks):
+            self.copy_step_to_owners(rank, index, made=made)
+
+    def copy_step_to_owners(self, rank: int, index: int, *, made: bool) -> None:
+        """Add the copies of chunk `index` of each peer's shard to its owner. made: as for copy_pieces_to_owners."""
+        for number, piece in enumerate(self.select_chunk(index, self.peers(rank))):
             lane = self.copy_lane(piece.shard)
-            if made or piece.index != step or self.fan_out:
-                self.add_steps(rank, lane, Wait(self.made(rank, piece) if made else Flag("made", rank, piece.index)))
-            store = self.make_store(rank, piece.shard, piece.index, piece.rows)
-            self.copy_in_turn(rank, store, piece.index, len(self.pieces[piece.shard]))
-            step = piece.index
+            if made or number == 0 or self.fan_out:
+                self.add_steps(rank, lane, Wait(self.made(rank, piece) if made else Flag("made", rank, index)))
+            store = self.make_store(rank, piece.shard, index, piece.rows)
+            self.copy_in_turn(rank, store, index, len(self.pieces[piece.shard]))
 
     def make_sum(self, rank: int, index: int, rows: Span1D, cols: Span1D | None = None) -> Sum:
         """Return the sum over ranks of one piece of the result. It waits until the pieces of all ranks have arrived."""
@@ -238,7 +252,8 @@ class _Scatter(Builder):
             self.region("partial", src, rows, cols) if here[src] else self.slot(src, rank, rows, cols) for src in self.ranks
         ]
         if self.gathers:
-            addends = ((name, rows if name == "residual" else None) for name in self.problem.addends)
+            of_residual = self.in_shard(rank, rows) if self.problem.residual_sharded else rows
+            addends = ((name, of_residual if name == "residual" else None) for name in self.problem.addends)
             srcs += (self.region(name, rank, some, cols) for name, some in addends)
         return Sum(tuple(srcs), self.own_out(rank, rows, cols), self.make_arrival_waits(rank, index))
 
@@ -291,7 +306,7 @@ class _Scatter(Builder):
 
 def sequential(request: Request) -> Schedule:
     """Run one GEMM, then NCCL's reduce-scatter."""
-    s = _Scatter(request, partial="symmetric", gather_by="nccl")
+    s = Scatter(request, partial="symmetric", gather_by="nccl")
     for rank in s.ranks:
         s.add_gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         s.add_steps(
@@ -302,7 +317,7 @@ def sequential(request: Request) -> Schedule:
 
 def one_shot(request: Request) -> Schedule:
     """Run one kernel, in which every rank stores its partial rows at their owners, which sum them."""
-    s = _Scatter(request, partial=None, recv=False)
+    s = Scatter(request, partial=None, recv=False)
     for rank in s.ranks_with_work:
         s.add_fused_collective(rank, (s.region("a", rank), s.region("b", rank)))
     return s.build_schedule()
@@ -311,7 +326,7 @@ def one_shot(request: Request) -> Schedule:
 def sequential_stores(request: Request) -> Schedule:
     """Run one cuBLAS GEMM. Its rows are then stored at their owners, which sum them. One kernel exchanges few bytes."""
     few = request.problem.m * request.problem.n * request.problem.itemsize <= ONE_KERNEL_BYTES
-    s = _Scatter(request, recv=not few)
+    s = Scatter(request, recv=not few)
     for rank in s.ranks_with_work:
         s.add_gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         if few:
@@ -328,7 +343,7 @@ def sequential_stores(request: Request) -> Schedule:
 def unfused(request: Request) -> Schedule:
     """Run a GEMM for each piece, which is then sent. The own shard comes last, as one GEMM. With chunks=1 a piece is a
     shard."""
-    s = _Scatter(request, copies=True)
+    s = Scatter(request, copies=True)
     for rank in s.ranks:
         for piece in s.by_step(rank):
             s.add_gemm(rank, [s.part(rank, piece.rows)])
@@ -343,7 +358,7 @@ def unfused(request: Request) -> Schedule:
 def fused(request: Request, *, uniform: bool) -> Schedule:
     """Compute all pieces of a step by one GEMM. uniform: the own shard is cut like the others, and each step has a piece of
     it."""
-    s = _Scatter(request, copies=True)
+    s = Scatter(request, copies=True)
     for rank in s.ranks:
         for index in range(s.chunks):
             step = s.select_chunk(index, [shard for shard in s.ranks if uniform or shard != rank])
@@ -360,7 +375,7 @@ def fused(request: Request, *, uniform: bool) -> Schedule:
 
 def fused_2d(request: Request) -> Schedule:
     """Cut columns into chunks. Every step computes all rows of a slice of columns, and sends strided rectangles."""
-    s = _Scatter(request, copies=True)
+    s = Scatter(request, copies=True)
     slices = [c for c in split(s.problem.n, s.chunks) if c[1] > c[0]]
     for rank in s.ranks:
         peers = [p for p in s.peers(rank) if s.pieces[p]]
@@ -386,7 +401,7 @@ def counted(request: Request) -> Schedule:
 
     Its last tiles, those of the own shard, add the arrived rows.
     """
-    s = _Scatter(request, copies=True)
+    s = Scatter(request, copies=True)
     for rank in s.ranks:
         s.add_gemm_with_sums(rank, [s.part(rank, piece.rows, s.made(rank, piece)) for piece in s.by_step(rank)])
         s.copy_pieces_to_owners(rank, made=True)
@@ -398,7 +413,7 @@ def stored(request: Request) -> Schedule:
 
     The last tiles of the owner's GEMM, those of its own shard, add them.
     """
-    s = _Scatter(request, partial=None)
+    s = Scatter(request, partial=None)
     for rank in s.ranks:
         s.add_gemm_with_sums(rank, [s.part_stored_at_owner(rank, piece) for piece in s.by_step(rank)])
     return s.build_schedule()
@@ -407,7 +422,7 @@ def stored(request: Request) -> Schedule:
 def pulled(request: Request) -> Schedule:
     """Run as `stored` does, but keep tiles in `partial`. The owner's reduction, whose tiles wait for the flags, loads them from
     there."""
-    s = _Scatter(request, partial="symmetric")
+    s = Scatter(request, partial="symmetric")
     for rank in s.ranks:
         parts = []
         for piece in s.by_step(rank):
@@ -420,7 +435,7 @@ def pulled(request: Request) -> Schedule:
     return s.build_schedule()
 
 
-class _Slices(_Scatter):
+class _Slices(Scatter):
     """Builds node_slices: of the rows that another node owns, one rank of each node sums the node's products, and sends the
     sum."""
 
