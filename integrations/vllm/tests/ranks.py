@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from vllm import _custom_ops
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 import weft_vllm
 
@@ -97,7 +99,8 @@ def build(weft_runs: bool, **options: Any) -> Any:
     if weft_runs and SPOIL != "unregistered":
         weft_vllm.register()
     options = {"bias": False, "params_dtype": torch.bfloat16, "return_bias": False} | options
-    return RowParallelLinear(K, N, **options)
+    with set_default_torch_dtype(options["params_dtype"]):
+        return RowParallelLinear(K, N, **options)
 
 
 def whole(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -268,9 +271,15 @@ def with_block_kernel() -> None:
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [Dequantised]
 
 
+def quantise(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise a weight by a given scale, as vLLM does when it has loaded it."""
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
 def fp8() -> None:
     """FP8 weights with scales for the tensor, for rows and for blocks of 128x128."""
     with_block_kernel()
+    _custom_ops.scaled_fp8_quant = quantise  # vLLM's own is in its extension for GPUs
     largest = torch.finfo(torch.float8_e4m3fn).max
     weight, bias = whole(1, N, K, dtype=torch.float32) / 16, whole(3, N)
     for kind in ("tensorwise", "static", "rowwise", "blockwise"):
