@@ -48,6 +48,10 @@ class FuseNorms(InductorPass):
                 fused += 1
         logger.debug("weft fuses %d norms with the layers before them", fused)
 
+    def uuid(self) -> str:
+        """Return what names the pass in the caches of compiled graphs."""
+        return self.hash_source(type(self), _is_same_function)
+
 
 def _is_same_function(norm: fx.Node) -> bool:
     """Return whether row_parallel_norm computes what a norm and the node before it do."""
