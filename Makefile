@@ -18,7 +18,7 @@ endef
 # Whatever the shell says: the tests start hundreds of processes, and each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-all recipes test-gpu mutate lint types size docs ledger site audit clean
+.PHONY: run test test-slow test-all recipes integrations test-gpu mutate lint types size docs ledger site audit clean
 
 run: $(VENV)/.set-up-run
 	$(BIN)/weft run llama3-8b --ranks 4 --report out/
@@ -43,6 +43,13 @@ test-all: $(VENV)/.set-up-test
 recipes: $(VENV)/.set-up-test
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target out/recipes --requirement examples/recipes/requirements.txt
 	PYTHONPATH=out/recipes $(BIN)/python -m pytest -q -m slow tests/project/test_recipes.py
+
+# The plug-in for vLLM with the real package, which lies in a folder of its own, on CPU ranks. VLLM is a wheel or what pip calls one.
+VLLM ?= vllm==0.33.0
+integrations: $(VENV)/.set-up-test
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target out/integrations --requirement integrations/vllm/requirements.txt
+	test -d out/integrations/vllm || $(BIN)/python -m pip install --quiet --no-deps --target out/integrations "$(VLLM)"
+	PYTHONPATH=integrations/vllm:out/integrations $(BIN)/python -m pytest -q integrations/vllm/tests
 
 # Those of tests/gpu, on a machine with two or more GPUs: two files at a time on each pair.
 test-gpu: $(VENV)/.set-up-test

@@ -157,7 +157,7 @@ def test_links_resolve(path: Path) -> None:
     assert broken == []
 
 
-ROOMS = ("weft", "studies", "tests", "benchmarks", "docs", "examples")
+ROOMS = ("weft", "studies", "tests", "benchmarks", "docs", "examples", "integrations")
 FILES = [path.relative_to(ROOT) for paths in (ROOT.glob("*"), *((ROOT / r).rglob("*") for r in ROOMS)) for path in paths]
 
 
