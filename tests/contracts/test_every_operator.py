@@ -170,7 +170,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "matmul_all_reduce": ({"a": A, "b": B}, {**PRODUCT, "bias": torch.ones(3), "residual": torch.ones(4, 3)}),
     "matmul_all_reduce_norm": (
         {"a": A, "b": B, "residual": torch.ones(4, 2), "weight": torch.ones(2)},
-        {**PRODUCT, "bias": torch.ones(3), "residual": torch.ones(4, 3), "weight": torch.ones(3), "eps": 2.0},
+        {
+            **PRODUCT,
+            "bias": torch.ones(3),
+            "residual": torch.ones(4, 3),
+            "weight": torch.ones(3),
+            "eps": 2.0,
+            "residual_sharded": 1,
+        },
     ),
     "all_reduce_norm": (
         {"x": X, "residual": torch.ones(4, 3), "weight": torch.ones(3)},

@@ -157,6 +157,85 @@ def test_shapes(ranks: RankFixture) -> None:
     ranks(2).run(_shapes)
 
 
+def _sharded(shape: tuple[int, ...]) -> None:
+    """Two layers in a row: the first has no residual, and the second has the sum that the first has left on its owners."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    b, weight, bias = torch.randn(8, 16), torch.randn(16), torch.randn(16)
+    mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+    for name in ("sequential", "token_split:1", "token_split:3", "auto"):
+        r, own = torch.zeros(*shape[:-1], 16), None
+        for turn in range(3):
+            a = torch.randn(shape)
+            r = r + a @ b + bias
+            given = (a[..., mine].contiguous(), b[mine], own, weight)
+            normed, own = weft.matmul_all_reduce_norm(*given, eps=NORM_EPS, schedule=name, bias=bias, residual_sharded=True)
+            part = torch.chunk(r, size)[rank] if rank < len(torch.chunk(r, size)) else r[:0]
+            torch.testing.assert_close(own, part, rtol=1e-4, atol=1e-4, msg=f"{name}, {turn}")
+            wanted = torch.nn.functional.rms_norm(r, (16,), weight, NORM_EPS)
+            torch.testing.assert_close(normed, wanted, rtol=1e-4, atol=1e-4, msg=f"{name}, {turn}")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(7, 8), (5, 3, 8), (1, 8)], ids=str)
+def test_a_sharded_residual(ranks: RankFixture, size: int, shape: tuple[int, ...]) -> None:
+    ranks(size).run(_sharded, shape)
+
+
+def _sharded_and_compiled() -> None:
+    a, b, weight, size = torch.randn(6, 8), torch.randn(8, 16), torch.randn(16), dist.get_world_size()
+    call = torch.compile(weft.matmul_all_reduce_norm, fullgraph=True)
+    for rows in (6, 4, 5):
+        given = (a[:rows], b, None, weight)
+        found, eager = call(*given, residual_sharded=True), weft.matmul_all_reduce_norm(*given, residual_sharded=True)
+        for one, other in zip(found, eager, strict=True):
+            assert torch.equal(one, other)
+        assert found[1].shape[0] <= -(-rows // size)
+
+
+@pytest.mark.ranks
+def test_a_sharded_residual_is_compiled(ranks: RankFixture) -> None:
+    ranks(2).run(_sharded_and_compiled)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("fan_out", [False, True])
+def test_sharded_schedules_are_proved(world_size: int, fan_out: bool) -> None:
+    for m in (0, 1, 5, 24):
+        for addends in ((), ("residual",), ("bias", "residual")):
+            problem = dataclasses.replace(PROBLEM, m=m, world_size=world_size, addends=addends, residual_sharded=True)
+            for name, chunks in (("sequential", 1), ("token_split", 1), ("token_split", 2), ("token_split", 5)):
+                schedule = build(problem, name, chunks, fan_out=fan_out)
+                check(schedule)
+                assert codec.loads(Schedule, codec.dumps(schedule)) == schedule
+
+
+def test_a_norm_of_another_ranks_rows_is_refused() -> None:
+    """A rank normalises its own rows of the sum, and stores them as the rows of the whole that they are."""
+    schedule = build(dataclasses.replace(PROBLEM, residual_sharded=True), "token_split", 1)
+    low, high = schedule.problem.shards[1]
+
+    def moved(step: Step) -> Step:
+        rows = (low - 1, high - 1)
+        return dataclasses.replace(step, out=dataclasses.replace(step.out, rows=rows)) if isinstance(step, Norm) else step
+
+    lanes = tuple(
+        dataclasses.replace(lane, steps=tuple(map(moved, lane.steps))) if lane.kind == "compute" else lane
+        for lane in schedule.ranks[1]
+    )
+    with pytest.raises(ScheduleError, match="normed"):
+        check(dataclasses.replace(schedule, ranks=(schedule.ranks[0], lanes)))
+
+
+def test_only_schedules_that_leave_rows_at_their_owners_take_a_sharded_residual() -> None:
+    problem = dataclasses.replace(PROBLEM, residual_sharded=True)
+    with pytest.raises(ValueError, match=r"schedule is 'one_shot', after which .* use sequential or token_split"):
+        build(problem, "one_shot")
+    with pytest.raises(ValueError, match="residual_sharded is True; only a matmul_all_reduce with a norm has it"):
+        dataclasses.replace(problem, norm_eps=None)
+
+
 def _refused() -> list[str]:
     a, b, residual, weight = torch.ones(4, 8), torch.ones(8, 16), torch.ones(4, 16), torch.ones(16)
     found = []

@@ -7,7 +7,7 @@
 Capitals M N are full extents, k is a rank's part of K. The operator of torch.library takes flat matrices and a group's name:
 
     weft::matmul_all_reduce(a [M, k]..., b [k, N]..., bias [N]?, residual [M, N]?, ...)   -> out [M, N]
-    weft::matmul_all_reduce_norm(a..., b..., bias?, residual?, norm_weight [N], eps, ...)  -> [normed [M, N], out [M, N]]
+    weft::matmul_all_reduce_norm(a..., b..., bias?, residual?, norm_weight [N], eps, ...)  -> [normed [M, N], out [M or m, N]]
     weft::all_reduce_norm(x [M, N], bias?, residual?, norm_weight [N], eps, ...)           -> [normed [M, N], out [M, N]]
 
 Every rank has the whole result, so its gradient is whole on every rank, too, and the backward needs no exchange:
@@ -21,17 +21,20 @@ the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Unpack, cast
+from typing import Any, NamedTuple, Unpack, cast
 
 import torch
 import torch.distributed as dist
 
+from weft.core.errors import require
+from weft.core.problem import split
 from weft.core.schedule import Schedule
 from weft.ops.common import (
     FLOAT8,
     check_addend,
     check_device,
     check_local_strided,
+    count_rows_per_entry,
     describe,
     factors_of,
     resolve_group,
@@ -42,6 +45,7 @@ from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.parts import with_summed_double_gradient
 from weft.ops.scaled import ScaleOptions, new_product, quantised, refuse_gradients, refuse_several, with_scales
+from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
 from weft.runtime.collective_calls import AllReduceCall, check_summed, staging_from_environment
 
@@ -112,6 +116,7 @@ def matmul_all_reduce_norm(
     eps: float = 1e-6,
     schedule: str | Schedule = "auto",
     bias: torch.Tensor | None = None,
+    residual_sharded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute r = residual + all_reduce(a @ b) + bias, and the RMSNorm of r. If M is small, one kernel does all of it.
 
@@ -128,14 +133,17 @@ def matmul_all_reduce_norm(
         eps: the epsilon of the norm, from 0 to below 1.
         schedule: as for matmul_all_reduce. "one_shot" is one kernel with the norm.
         bias: [N], the same on every rank, added once.
+        residual_sharded: residual and r have only this rank's part of dimension 0, as torch.chunk would cut it. From layer to
+            layer r is then the residual, and only the norm is gathered, which every rank has whole. For many rows: the
+            schedules are "token_split" and "sequential".
 
     Sums and the norm are computed in float32. r is rounded once, and the norm is that of the rounded r, as without weft. The
     norm is rounded once, after the product with its weight.
 
     It has no gradient: use matmul_all_reduce and torch.nn.functional.rms_norm where one is needed.
 
-    Returns (normed, r), each [M, ..., N], whole on every rank. Raises ValueError for tensors that require a gradient and for a
-    wrong eps or weight, and otherwise as all_gather_matmul does.
+    Returns (normed, r), each [M, ..., N], whole on every rank, except for a sharded r, [m, ..., N]. Raises ValueError for
+    tensors that require a gradient and for a wrong eps or weight, and otherwise as all_gather_matmul does.
     """
     factors, bs = factors_of(a, b)
     a, b = factors[0], bs[0]
@@ -144,15 +152,23 @@ def matmul_all_reduce_norm(
             raise ValueError(f"{name} has dtype {tensor.dtype}; with FP8 operands call matmul_all_reduce, then rms_norm")
     added: dict[str, Sequence[torch.Tensor | None]] = {"residual": [residual], "weight": [weight], "bias": [bias]}
     _refuse_gradients_of_norm("matmul_all_reduce_norm", "matmul_all_reduce", {"a": factors, "b": bs} | added)
-    shape = (*a.shape[:-1], b.shape[1])
-    _check_norm(shape, a, residual, weight, bias, eps)
-    of_group, spec = resolve_group(group), schedule_to_spec(schedule, "matmul_all_reduce")
-    view, tensors = rows_of(shape), (factors, bs, bias, residual, weight)
-    reads = (view, None, None, view, None)
-    return cast(
-        tuple[torch.Tensor, torch.Tensor],
-        OperatorRequest(flat_matmul_all_reduce_norm, tensors, (eps, of_group[0], spec), group, reads, view, tuple),
-    )  # `public` runs it
+    name, rank, world_size = resolve_group(group)
+    require("residual_sharded", residual_sharded, bool, "use True or False")
+    shape, of_r = (*a.shape[:-1], b.shape[1]), (*a.shape[:-1], b.shape[1])
+    if residual_sharded:
+        low, high = split(shape[0], world_size)[rank]
+        of_r = (high - low, *shape[1:])
+    _check_norm(of_r, a, residual, weight, bias, eps)
+    spec, unit = schedule_to_spec(schedule, "matmul_all_reduce"), max(count_rows_per_entry(shape), 1)
+    view, view_of_r, tensors = rows_of(shape), rows_of(of_r), (factors, bs, bias, residual, weight)
+    options = (eps, residual_sharded, of_r[0] * unit, unit, name, spec)
+    request = OperatorRequest(
+        flat_matmul_all_reduce_norm, tensors, options, group, (view, None, None, view_of_r, None), view, tuple
+    )
+    if residual_sharded and view is not None and view_of_r is not None:
+        normed_as, r_as = view.restore, view_of_r.restore
+        request = request._replace(view=None, after=lambda found: (normed_as(found[0]), r_as(found[1])))
+    return cast(tuple[torch.Tensor, torch.Tensor], request)  # `public` runs it
 
 
 @public
@@ -226,23 +242,40 @@ def _check_norm(
         check_addend("residual", residual, shape, like.dtype, like.device)
 
 
+class _NormOptions(NamedTuple):
+    """_NormOptions holds the options of weft::matmul_all_reduce_norm.
+
+    rows_of_sum: the rows of the residual and of the sum on this rank.
+    unit: the flat rows of one entry of the dimension that is sharded.
+    """
+
+    eps: float
+    residual_sharded: bool
+    rows_of_sum: SymInt
+    unit: SymInt
+    group: str
+    schedule: str
+
+
 def _run_norm(
     factors: list[torch.Tensor],
     bs: list[torch.Tensor],
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor,
-    eps: float,
-    group: str,
-    schedule: str,
+    options: _NormOptions,
 ) -> MatmulCall:
-    a, *more = factors
+    (a, *more), (eps, sharded, _, unit, group, schedule) = factors, options
     extras = _extras(bias, residual) | {"norm_weight": norm_weight[None]}
-    return matmul_call("matmul_all_reduce", a, bs, group, schedule, rows=a.shape[0], extras=extras, more=more, norm_eps=eps)
+    how: dict[str, Any] = {"rows": a.shape[0], "unit": unit if sharded else 1, "extras": extras, "more": more}
+    return matmul_call("matmul_all_reduce", a, bs, group, schedule, norm_eps=eps, residual_sharded=sharded, **how)
 
 
-def _fake_norm(factors: list[torch.Tensor], bs: list[torch.Tensor], *_: Any) -> list[torch.Tensor]:
-    return [factors[0].new_empty(factors[0].shape[0], bs[0].shape[1]) for _ in range(2)]
+def _fake_norm(
+    factors: list[torch.Tensor], bs: list[torch.Tensor], bias: Any, residual: Any, norm_weight: Any, options: _NormOptions
+) -> list[torch.Tensor]:
+    a, n = factors[0], bs[0].shape[1]
+    return [a.new_empty(a.shape[0], n), a.new_empty(options.rows_of_sum, n)]
 
 
 flat_matmul_all_reduce_norm = define("matmul_all_reduce_norm", _run_norm, _fake_norm, returns=list[torch.Tensor])

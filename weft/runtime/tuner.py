@@ -231,10 +231,10 @@ this rank's shard; all rows in one."""
 def bucket(problem: Problem) -> Problem:
     """Return the problem whose program runs this one padded.
 
-    It is the problem itself if its row count is in the series, or if it is never padded: on several nodes, and for operators
-    that exchange columns.
+    It is the problem itself if its row count is in the series, or if it is never padded: on several nodes, with a sharded
+    residual, and for operators that exchange columns.
     """
-    if problem.op not in _PIECES or problem.nodes:
+    if problem.op not in _PIECES or problem.nodes or problem.residual_sharded:
         return problem
     pieces = 1 if problem.op == "matmul_all_reduce" else problem.world_size
     high = -(-(problem.m // problem.row_multiple) // pieces)

@@ -254,6 +254,7 @@ FAMILIES: dict[str, Family] = {
             name="token_split",
             summary="rows in parts: one is multiplied while the part before it is summed by its owners and sent to all",
             source="TokenWeave",
+            traits=FamilyTraits("per_piece", "push_copies", "push_copies", cuts_own_shard=True, sends_sums=True),
             shards_residual=True,
             builders={"matmul_all_reduce": ar.token_split},
         ),

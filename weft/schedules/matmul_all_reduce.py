@@ -37,7 +37,8 @@ Flags of rank r (who signals ~> who waits)
 Results have the same bits on all ranks. In one_shot every rank adds in the same order; in two_shot one rank adds.
 
 Bad interleaving: r is a call ahead, and writes recv of p while p still sums the old rows. `free` prevents this; for summed,
-`read` does.
+`read` does. In token_split, nothing needs to signal that p has read its landing: r writes there once p's products of this call
+have arrived, so p has ended the call before.
 
     token_split, on rank r: each part of the rows is multiplied while the part before it is exchanged
 
@@ -176,8 +177,8 @@ def sequential_stores(request: Request) -> Schedule:
 
 
 class _TokenSplit(Scatter):
-    """Builds token_split. Each rank owns a shard of the rows, which it sums, and sends to all. If the residual stays sharded, it
-    sends the norm of its rows instead."""
+    """Builds token_split. Each rank owns a shard of the rows, which it sums and sends to all. With a sharded residual it sends
+    the norm of these rows instead."""
 
     def __init__(self, request: Request) -> None:
         super().__init__(request, copies=True, sums_in="out")
@@ -210,8 +211,6 @@ class _TokenSplit(Scatter):
                 lane, there = self.copy_lane(peer), self.region("landing", peer, piece.rows)
                 if number == 0 or self.fan_out:
                     self.add_steps(rank, lane, Wait(Flag("summed", rank, index)))
-                if piece == self.pieces[rank][0]:
-                    self.add_steps(rank, lane, Wait(Flag("read", rank, peer), on_previous_call=True))
                 copy = Copy(self.region(self.sent, rank, piece.rows), there)
                 self.add_steps(rank, lane, copy, Signal(self.flag("landed", peer, rank, index)))
 
@@ -222,8 +221,6 @@ class _TokenSplit(Scatter):
             here = self.flag("here", rank, owner, index)
             self.add_steps(rank, "copy.out", Wait(self.flag("landed", rank, owner, index)))
             self.add_steps(rank, "copy.out", Copy(landed, self.region(self.sent, rank, piece.rows)))
-            if piece == self.pieces[owner][-1]:
-                self.add_steps(rank, "copy.out", Signal(Flag("read", owner, rank)))
             if self.problem.norm_eps is not None and self.sent == "out":
                 self.add_steps(rank, "copy.out", Signal(here))
                 self.add_steps(rank, "compute", Wait(here))

@@ -84,8 +84,8 @@ copies of the arrived rows."""
 class Scatter(Builder):
     """The buffers and flags of this operator, and steps that several schedules share.
 
-    For matmul_all_reduce, the result of the reduce-scatter, including the addends of its rows, is in `mine`, and NCCL gathers it;
-    or it is in `out`, and copies gather it.
+    For matmul_all_reduce, the result of the reduce-scatter, including the addends of its rows, is in `mine`, and NCCL gathers
+    it. Or it is in `out`, and copies gather it.
 
     copies: `copy_in_turn` writes all that peers receive. If an owner has one port for several peers, these copies take turns.
     gather_by: what gathers x, if ranks have shards of it.

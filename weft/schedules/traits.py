@@ -35,6 +35,7 @@ class FamilyTraits(NamedTuple):
     cuts_own_shard: the rank's own shard is cut like those of its peers. In flag_gated_2d, K is cut.
     hops: how many times data cross the links in an "exchanging" kernel.
     one_lane: a single lane makes all copies.
+    sends_sums: the sums of one chunk are sent to all ranks while the next chunk is multiplied.
     """
 
     matmul: Literal["whole", "per_piece", "per_step", "per_slice", "tiles", "exchanging", "none"]
@@ -43,3 +44,4 @@ class FamilyTraits(NamedTuple):
     cuts_own_shard: bool = False
     hops: int = 0
     one_lane: bool = False
+    sends_sums: bool = False

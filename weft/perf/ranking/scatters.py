@@ -301,7 +301,8 @@ def _norm_us(rank: Rank) -> float:
     problem = rank.problem
     if problem.norm_eps is None:
         return 0.0
-    return rank.launch_us + hbm_us(rank.machine, 2 * problem.m * problem.n * problem.itemsize)
+    rows = rank.shard_rows if problem.residual_sharded else problem.m
+    return rank.launch_us + hbm_us(rank.machine, 2 * rows * problem.n * problem.itemsize)
 
 
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
@@ -322,8 +323,64 @@ def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
 
 def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
     """Return the time of a matmul and an all-reduce: after each other, or an overlapping reduce-scatter and an all-gather."""
+    if family.sends_sums:
+        return _token_split_us(rank, chunks)
     in_kernel = family.matmul == "whole" and family.scatter == "store_kernel" and _stored_hops(rank) == 1
     return _sum_us(rank, family, chunks) + (0.0 if in_kernel else _norm_us(rank))
+
+
+def _token_split_us(rank: Rank, chunks: int) -> float:
+    """Return the time of a matmul whose chunks of rows are summed by their owners and sent to all, each during the next one."""
+    problem, machine = rank.problem, rank.machine
+    scatter = Rank(
+        dataclasses.replace(problem, op="matmul_reduce_scatter", addends=(), norm_eps=None, residual_sharded=False), machine
+    )
+    lengths = chunk_lengths(rank.shard_rows, chunks)
+    lane, lanes = ComputeLane(rank), CopyLanes(scatter, 2 * len(lengths), take_turns=True, matmul_us=rank.matmul_us)
+    out_at_us, landed, sharded = rank.fork_us, list[float](), problem.residual_sharded
+
+    def normalise(row_bytes: float) -> None:
+        if problem.norm_eps is not None:
+            lane.enqueue_kernel(hbm_us(machine, 2 * row_bytes))
+
+    def collect(at_us: Sequence[float], piece_bytes: float) -> None:
+        nonlocal out_at_us
+        for one_at_us in at_us:
+            waited_us = max(0.0, one_at_us - out_at_us)
+            out_at_us += waited_us + min(rank.wake_us, waited_us) + rank.flag_us
+            out_at_us += machine.copies.copy_us + hbm_us(machine, 2 * piece_bytes)
+            if not sharded and problem.norm_eps is not None:
+                lane.enqueue_wait(out_at_us)
+                normalise(piece_bytes)
+
+    piece_bytes = 0.0
+    for index, length in enumerate(lengths):
+        share, before_bytes = length / rank.shard_rows, piece_bytes
+        piece_bytes, made_at_us = rank.shard_bytes * share, list[float]()
+        load = lanes.load(piece_bytes)
+        for _ in rank.distances:
+            lane.enqueue_matmul(rank.library_gemm(length), load)
+            lane.free_at_us += rank.flag_us
+            made_at_us.append(lane.free_at_us)
+        arrive_at_us = _enqueue_chunk(lanes, made_at_us, share, first=index == 0, flag_per_piece=True)
+        lane.enqueue_matmul(rank.library_gemm(length), lanes.load(piece_bytes))
+        lane.enqueue_kernel(0.0)
+        added = rank.node_ranks + 1 + len(problem.addends)
+        lane.free_at_us = max([lane.free_at_us, *arrive_at_us]) + hbm_us(machine, added * piece_bytes)
+        if sharded:
+            normalise(piece_bytes)
+        lane.free_at_us += rank.flag_us
+        summed_at_us = lane.free_at_us
+        if not sharded:
+            normalise(piece_bytes)
+        collect(landed, before_bytes)
+        landed = []
+        for number, distance in enumerate(rank.distances):
+            if number == 0 or machine.fans_out:
+                lanes.enqueue_wait(distance, summed_at_us)
+            landed.append(lanes.enqueue_copy(distance, piece_bytes, in_turn=False))
+    collect(landed, piece_bytes)
+    return max(lane.free_at_us, lanes.joined_at_us, out_at_us + rank.fork_us)
 
 
 def _stored_hops(rank: Rank) -> int:
@@ -339,6 +396,8 @@ def _sum_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
         lane.enqueue_matmul(rank.library_gemm(rank.rows))
         if family.scatter == "store_kernel":
             return lane.free_at_us + rank.launch_us + _exchange_us(rank, _stored_hops(rank))
+        if problem.residual_sharded:
+            return _sharded_sum_us(rank, lane)
         lane.free_at_us += whole_collective_us(machine, problem)
         if problem.addends:
             lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * product_bytes))
@@ -348,6 +407,17 @@ def _sum_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
     gather_us = collective_us(machine, "all_gather", scattered.shard_bytes, problem.world_size, problem.nodes)
     padding_us = padded_us(machine, "all_gather", problem, product_bytes)
     return max(ends.compute_at_us + rank.fork_us + gather_us + padding_us, ends.copies_at_us)
+
+
+def _sharded_sum_us(rank: Rank, lane: ComputeLane) -> float:
+    """Return the time at which NCCL has scattered the sum, and gathered the norm that each rank computes of its rows."""
+    problem, machine = rank.problem, rank.machine
+    for op in ("reduce_scatter", "all_gather"):
+        lane.free_at_us += collective_us(machine, op, rank.shard_bytes, problem.world_size, problem.nodes)
+        lane.free_at_us += padded_us(machine, op, problem, problem.m * problem.n * problem.itemsize)
+    if problem.addends:
+        lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * rank.shard_bytes))
+    return lane.free_at_us
 
 
 def _exchange_us(rank: Rank, hops: int) -> float:
