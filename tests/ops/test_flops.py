@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 ELEMENTWISE = {
     *("collective", "rows_of_ranks", "embedding_bag_all_to_all", "embedding_bag_gradients", "embedding_bag_update"),
     *("experts_route", "experts_spread", "experts_total", "experts_total_backward", "experts_quantise"),
-    *("swiglu", "swiglu_backward"),
+    *("swiglu", "swiglu_backward", "all_reduce_norm"),
 }
 """The operators that multiply no matrices."""
 
