@@ -12,7 +12,7 @@ from weft.core.problem import Op, Problem
 from weft.core.schedule import Copy, Schedule, Signal, Store, Wait
 from weft.perf import run
 from weft.schedules import build, parse
-from weft.schedules.matmul_reduce_scatter import Scatter
+from weft.schedules.matmul_reduce_scatter import ScatterBuilder
 
 H200 = load("h200x8")
 SPECS: dict[Op, tuple[str, ...]] = {
@@ -40,7 +40,7 @@ def latest_overlap_us(found: Schedule) -> float:
     return max(first[1] - second[0] for some in times.values() for first, second in pairwise(sorted(some)))
 
 
-def without_turns(builder: Scatter, rank: int, store: Store, index: int, chunks: int) -> None:
+def without_turns(builder: ScatterBuilder, rank: int, store: Store, index: int, chunks: int) -> None:
     builder.copy_to_peers(rank, [store])
 
 
@@ -49,7 +49,7 @@ def without_turns(builder: Scatter, rank: int, store: Store, index: int, chunks:
 def test_a_rank_receives_from_one_peer_at_a_time(op: Op, spec: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = uneven(op, world_size)
     assert latest_overlap_us(build(problem, *parse(spec))) <= 0
-    monkeypatch.setattr(Scatter, "copy_in_turn", without_turns)
+    monkeypatch.setattr(ScatterBuilder, "copy_in_turn", without_turns)
     assert latest_overlap_us(build(problem, *parse(spec))) > 0
 
 

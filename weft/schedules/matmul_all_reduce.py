@@ -74,7 +74,7 @@ from weft.core.schedule import (
     Wait,
 )
 from weft.schedules.builder import Builder, Piece, Request
-from weft.schedules.matmul_reduce_scatter import Scatter
+from weft.schedules.matmul_reduce_scatter import ScatterBuilder
 
 ONE_HOP_BYTES = 3 << 20
 """Partial results of at most this many bytes per rank are sent to all ranks by sequential_stores, larger ones to their owners.
@@ -129,7 +129,7 @@ def sequential(request: Request) -> Schedule:
 
 def _sequential_shards(request: Request) -> Schedule:
     """Run one GEMM, NCCL's reduce-scatter, a sum and a norm of the own rows, and NCCL's all-gather of the norm."""
-    s = Scatter(request, sums_in="out", recv=False)
+    s = ScatterBuilder(request, sums_in="out", recv=False)
     own, n = s.shard_rows, s.problem.n
     s.add_buffer("mine", "local", own, n)
     s.add_buffer("own_normed", "local", own, n)
@@ -176,7 +176,7 @@ def sequential_stores(request: Request) -> Schedule:
     return s.build_schedule()
 
 
-class _TokenSplit(Scatter):
+class _TokenSplit(ScatterBuilder):
     """Builds token_split. Each rank owns a shard of the rows, which it sums and sends to all. With a sharded residual it sends
     the norm of these rows instead."""
 

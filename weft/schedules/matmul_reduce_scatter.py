@@ -81,7 +81,7 @@ ONE_KERNEL_BYTES = 16 << 20
 copies of the arrived rows."""
 
 
-class Scatter(Builder):
+class ScatterBuilder(Builder):
     """The buffers and flags of this operator, and steps that several schedules share.
 
     For matmul_all_reduce, the result of the reduce-scatter, including the addends of its rows, is in `mine`, and NCCL gathers
@@ -306,7 +306,7 @@ class Scatter(Builder):
 
 def sequential(request: Request) -> Schedule:
     """Run one GEMM, then NCCL's reduce-scatter."""
-    s = Scatter(request, partial="symmetric", gather_by="nccl")
+    s = ScatterBuilder(request, partial="symmetric", gather_by="nccl")
     for rank in s.ranks:
         s.add_gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         s.add_steps(
@@ -317,7 +317,7 @@ def sequential(request: Request) -> Schedule:
 
 def one_shot(request: Request) -> Schedule:
     """Run one kernel, in which every rank stores its partial rows at their owners, which sum them."""
-    s = Scatter(request, partial=None, recv=False)
+    s = ScatterBuilder(request, partial=None, recv=False)
     for rank in s.ranks_with_work:
         s.add_fused_collective(rank, (s.region("a", rank), s.region("b", rank)))
     return s.build_schedule()
@@ -326,7 +326,7 @@ def one_shot(request: Request) -> Schedule:
 def sequential_stores(request: Request) -> Schedule:
     """Run one cuBLAS GEMM. Its rows are then stored at their owners, which sum them. One kernel exchanges few bytes."""
     few = request.problem.m * request.problem.n * request.problem.itemsize <= ONE_KERNEL_BYTES
-    s = Scatter(request, recv=not few)
+    s = ScatterBuilder(request, recv=not few)
     for rank in s.ranks_with_work:
         s.add_gemm(rank, [Part(s.region("a", rank), s.region("partial", rank))])
         if few:
@@ -343,7 +343,7 @@ def sequential_stores(request: Request) -> Schedule:
 def unfused(request: Request) -> Schedule:
     """Run a GEMM for each piece, which is then sent. The own shard comes last, as one GEMM. With chunks=1 a piece is a
     shard."""
-    s = Scatter(request, copies=True)
+    s = ScatterBuilder(request, copies=True)
     for rank in s.ranks:
         for piece in s.by_step(rank):
             s.add_gemm(rank, [s.part(rank, piece.rows)])
@@ -358,7 +358,7 @@ def unfused(request: Request) -> Schedule:
 def fused(request: Request, *, uniform: bool) -> Schedule:
     """Compute all pieces of a step by one GEMM. uniform: the own shard is cut like the others, and each step has a piece of
     it."""
-    s = Scatter(request, copies=True)
+    s = ScatterBuilder(request, copies=True)
     for rank in s.ranks:
         for index in range(s.chunks):
             step = s.select_chunk(index, [shard for shard in s.ranks if uniform or shard != rank])
@@ -375,7 +375,7 @@ def fused(request: Request, *, uniform: bool) -> Schedule:
 
 def fused_2d(request: Request) -> Schedule:
     """Cut columns into chunks. Every step computes all rows of a slice of columns, and sends strided rectangles."""
-    s = Scatter(request, copies=True)
+    s = ScatterBuilder(request, copies=True)
     slices = [c for c in split(s.problem.n, s.chunks) if c[1] > c[0]]
     for rank in s.ranks:
         peers = [p for p in s.peers(rank) if s.pieces[p]]
@@ -401,7 +401,7 @@ def counted(request: Request) -> Schedule:
 
     Its last tiles, those of the own shard, add the arrived rows.
     """
-    s = Scatter(request, copies=True)
+    s = ScatterBuilder(request, copies=True)
     for rank in s.ranks:
         s.add_gemm_with_sums(rank, [s.part(rank, piece.rows, s.made(rank, piece)) for piece in s.by_step(rank)])
         s.copy_pieces_to_owners(rank, made=True)
@@ -413,7 +413,7 @@ def stored(request: Request) -> Schedule:
 
     The last tiles of the owner's GEMM, those of its own shard, add them.
     """
-    s = Scatter(request, partial=None)
+    s = ScatterBuilder(request, partial=None)
     for rank in s.ranks:
         s.add_gemm_with_sums(rank, [s.part_stored_at_owner(rank, piece) for piece in s.by_step(rank)])
     return s.build_schedule()
@@ -422,7 +422,7 @@ def stored(request: Request) -> Schedule:
 def pulled(request: Request) -> Schedule:
     """Run as `stored` does, but keep tiles in `partial`. The owner's reduction, whose tiles wait for the flags, loads them from
     there."""
-    s = Scatter(request, partial="symmetric")
+    s = ScatterBuilder(request, partial="symmetric")
     for rank in s.ranks:
         parts = []
         for piece in s.by_step(rank):
@@ -435,7 +435,7 @@ def pulled(request: Request) -> Schedule:
     return s.build_schedule()
 
 
-class _Slices(Scatter):
+class _Slices(ScatterBuilder):
     """Builds node_slices: of the rows that another node owns, one rank of each node sums the node's products, and sends the
     sum."""
 
