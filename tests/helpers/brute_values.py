@@ -73,11 +73,16 @@ class Values:
         a, b = (self.a[call][rows], self.b[call][:, mine]) if gather else (self.a[call][:, mine], self.b[call][mine])
         if self.exchange:
             a, b = self._whole(rank, call)
-        addends = [(name, values[call]) for name, values in self.addends.items()]
+        addends = [(name, self._added(rank, call, name)) for name in self.addends]
         addends += [] if self.norm_weight is None else [("norm_weight", self.norm_weight[call])]
         for name, value in (("a", a), ("b", b), *addends):
             self.numbers[name, rank][:] = value
             self.known[name, rank][:] = True
+
+    def _added(self, rank: int, call: int, name: str) -> np.ndarray:
+        """What a rank has of an addend."""
+        found = self.addends[name][call]
+        return found[slice(*self.problem.shards[rank])] if name == "residual" and self.problem.residual_sharded else found
 
     def _whole(self, rank: int, call: int) -> tuple[np.ndarray, np.ndarray]:
         """An all-to-all's a and b of a rank."""
@@ -107,9 +112,10 @@ class Values:
         elif p.op == "all_gather_matmul":
             wanted = {"out": full[:, slice(*p.b_shards[rank])]} | ({"gathered": self.a[call]} if p.return_gathered else {})
         elif p.op == "matmul_all_reduce":
-            wanted = {"out": (full + sum(values[call] for values in self.addends.values())) % PRIME}
+            total = (full + sum(values[call] for values in self.addends.values())) % PRIME
+            wanted = {"out": total[rows] if p.residual_sharded else total}
             if self.norm_weight is not None:
-                wanted["normed"] = normalised(wanted["out"], self.norm_weight[call])
+                wanted["normed"] = normalised(total, self.norm_weight[call])
         else:
             wanted = {"out": full[rows] * (pow(p.world_size, -1, PRIME) if p.reduce_op == "avg" else 1) % PRIME}
         for name, value in wanted.items():

@@ -36,7 +36,8 @@ def any_schedule(rng: random.Random) -> Schedule:
         return _concurrent(rng)
     problem = {"fused": _matmul, "lookup": _lookup, "columns": _columns, "alone": _alone}[kind](rng)
     able = [name for name in names(problem.op) if not unfit(name, problem)]
-    kernels = [name for name in able if name in ("one_shot", "two_shot", "sequential_stores")] if kind == "fused" else []
+    alike = ("one_shot", "two_shot", "sequential_stores", "token_split")
+    kernels = [name for name in able if name in alike] if kind == "fused" else []
     return build(problem, rng.choice(kernels or able), rng.choice((1, 1, 2)))
 
 
@@ -44,7 +45,10 @@ def _matmul(rng: random.Random) -> Problem:
     op = rng.choice(OPS)
     norm_eps = 1e-5 if op == "matmul_all_reduce" and rng.random() < 0.5 else None
     sizes = {"m": rng.randrange(1, 7), "n": rng.randrange(1, 7), "k": rng.randrange(1, 4)}
-    return Problem(op=op, **sizes, world_size=rng.choice((2, 3)), norm_eps=norm_eps)
+    more: dict[str, Any] = {"norm_eps": norm_eps, "residual_sharded": norm_eps is not None and rng.random() < 0.5}
+    if op == "matmul_all_reduce":
+        more["addends"] = rng.choice(((), ("residual",), ("bias", "residual")))
+    return Problem(op=op, **sizes, world_size=rng.choice((2, 3)), **more)
 
 
 def _lookup(rng: random.Random) -> LookupProblem:
@@ -62,6 +66,9 @@ def _columns(rng: random.Random) -> ColumnProblem:
 def _alone(rng: random.Random, size: int = 0, *, reachable: bool | None = None) -> CollectiveProblem:
     size = size or rng.choice((2, 3))
     op = rng.choice(COLLECTIVE_OPS)
+    if op == "all_reduce" and reachable is None and rng.random() < 0.5:
+        rows: dict[str, Any] = {"m": rng.randrange(1, 7), "n": rng.randrange(2, 7), "norm_eps": rng.choice((None, 1e-5))}
+        return CollectiveProblem(op=op, world_size=size, addends=rng.choice(((), ("residual",))), **rows)
     at_will = rng.random() < 0.3 if reachable is None else reachable
     return CollectiveProblem(op=op, m=size * rng.choice((4, 8, 12)), world_size=size, dtype="float32", reachable=at_will)
 

@@ -13,13 +13,13 @@ the memory of a result, mailboxes, and kernels that keep others off the SMs.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from brute import Brute, reachable
-from brute_values import PRIME, Access, Values, Wrong, matmul
+from brute_values import PRIME, Access, Values, Wrong, matmul, normalised
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.fused_collective import spelled_out
@@ -133,6 +133,8 @@ def _sequential(problem: Problem, rng: np.random.Generator) -> tuple[Arrays, Arr
         bags = [drawn(problem.m, problem.columns(rank)) for rank in ranks]
         found = [np.concatenate([one[rows[rank]] for one in bags], axis=1) for rank in ranks]
         return _named("bags", bags), _named("out", found)
+    if problem.op == "all_reduce" and (problem.n > 1 or problem.addends or problem.norm_eps is not None):
+        return _sum_of_rows(problem, drawn)
     if problem.op in COLLECTIVE_OPS:
         a = [drawn(problem.a_rows(rank), 1) for rank in ranks]
         total = (
@@ -158,6 +160,20 @@ def _sequential(problem: Problem, rng: np.random.Generator) -> tuple[Arrays, Arr
     gathered = [np.concatenate([one[rows[rank]] for one in a], axis=1) for rank in ranks]
     wanted = _named("out", [matmul(one, two) for one, two in zip(gathered, b, strict=True)])
     return _named("a", a) | _named("b", b), wanted | (_named("gathered", gathered) if problem.return_gathered else {})
+
+
+def _sum_of_rows(problem: Problem, drawn: Callable[[int, int], np.ndarray]) -> tuple[Arrays, Arrays]:
+    """Inputs and results of an all_reduce of matrices, with what is added to it, and its norm."""
+    ranks, a = range(problem.world_size), [drawn(problem.m, problem.n) for _ in range(problem.world_size)]
+    added = {name: drawn(problem.m if name == "residual" else 1, problem.n) for name in problem.addends}
+    total = (sum(a) + sum(added.values())) % PRIME
+    inputs, wanted = _named("a", a), _named("out", [total for _ in ranks])
+    if problem.norm_eps is not None:
+        added["norm_weight"] = drawn(1, problem.n)
+        wanted |= _named("normed", [normalised(total, added["norm_weight"]) for _ in ranks])
+    for name, value in added.items():
+        inputs |= _named(name, [value for _ in ranks])
+    return inputs, wanted
 
 
 def _named(name: str, arrays: list[np.ndarray]) -> Arrays:
