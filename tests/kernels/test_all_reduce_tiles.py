@@ -102,6 +102,27 @@ def test_tiles_of_gpus(interpreted: Callable[[int], Ranks], size: int, m: int, o
     interpreted(size).run(_calls, m, one_hop, tile, blocks)
 
 
+def _rehearsed(one_hop: bool) -> None:
+    """In place, as a call of weft.collectives may be: a rehearsal must leave what it reads."""
+    from weft.kernels.all_reduce import all_reduce
+
+    layout = dataclasses.replace(_layout(5, one_hop, (16, 64, 128), 2), multiply=False)
+    drawn = [torch.randn(5, N, generator=torch.Generator().manual_seed(rank)).half() for rank in range(dist.get_world_size())]
+    here = drawn[dist.get_rank()].clone()
+    rest: dict[str, Any] = {"factors": None, "bias": None, "residual": None, "tries": PATIENT}
+    with _memory(layout) as memory:
+        all_reduce(layout, memory, here, partial=here, live=False, **rest)
+        assert torch.equal(here, drawn[dist.get_rank()])
+        all_reduce(layout, memory, here, partial=here, live=True, **rest)
+    assert torch.equal(here, sum(one.float() for one in drawn).half())  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("one_hop", [True, False])
+def test_a_rehearsal_leaves_what_is_summed_in_place(interpreted: Callable[[int], Ranks], one_hop: bool) -> None:
+    interpreted(2).run(_rehearsed, one_hop)
+
+
 def _ahead(one_hop: bool) -> None:
     """Rank 1 gives up before the others begin, as when they still compile: no half of a sum is left anywhere."""
     layout = _layout(3, one_hop, (16, 64, 128), 2)
