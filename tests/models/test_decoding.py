@@ -19,7 +19,7 @@ from torch.nn.modules import module as torch_module
 
 import weft
 from weft.models import norms
-from weft.models.norms import PartialSum
+from weft.models.norms import NormAhead, PartialSum
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -259,6 +259,16 @@ def test_parts_of_a_model_run_alone() -> None:
         for each in (alone, model):  # the norm of the last call is not one of another tensor
             each.model.norm.weight.mul_(2)
         assert_close(model.model.norm(x), alone.model.norm(x))
+
+
+def test_a_norm_that_is_called_with_another_tensor() -> None:
+    """It computes as before, and what was computed ahead is dropped. Equal values are another tensor."""
+    hidden, normed = torch.ones(2, 4), torch.zeros(2, 4)
+    ahead = NormAhead(norm=nn.Identity())
+    for given, found in ((hidden.clone(), None), (hidden, normed)):
+        ahead.hidden, ahead.normed = hidden, normed
+        assert ahead.take(given) is found
+        assert ahead.take(hidden) is None
 
 
 @on_ranks(2)

@@ -183,6 +183,22 @@ def test_a_sharded_residual(ranks: RankFixture, size: int, shape: tuple[int, ...
     ranks(size).run(_sharded, shape)
 
 
+def _many_row_counts() -> None:
+    """More than have programs of their own. Other operators would pad the last ones."""
+    size, rank, b, weight = dist.get_world_size(), dist.get_rank(), torch.ones(8, 16), torch.ones(16)
+    for rows in (8, 9, 10, 11, 33, 35):
+        a, residual = torch.full((rows, 8), rank + 1.0), torch.arange(rows * 16.0).view(rows, 16)
+        own = torch.chunk(residual, size)[rank]
+        normed, r = weft.matmul_all_reduce_norm(a, b, own, weight, residual_sharded=True)
+        torch.testing.assert_close(r, own + 8 * size * (size + 1) / 2)
+        assert normed.shape == residual.shape
+
+
+@pytest.mark.ranks
+def test_a_sharded_residual_of_many_row_counts(ranks: RankFixture) -> None:
+    ranks(2).run(_many_row_counts)
+
+
 def _sharded_and_compiled() -> None:
     a, b, weight, size = torch.randn(6, 8), torch.randn(8, 16), torch.randn(16), dist.get_world_size()
     call = torch.compile(weft.matmul_all_reduce_norm, fullgraph=True)
