@@ -402,10 +402,11 @@ def _sums(_: Capabilities) -> Iterator[Example]:
         "DIVIDE_BY": 4,
         "FIELDS": sums._FIELDS,
     }
-    types = "*i32 *i64 i64 i64"
+    types = "*i32 *i64 i64 i64 i64 i64"
     for words, shape, warps in (
-        ("", {"OWN": -1, "ROWS": 4, "COLS": 1024}, 8),
-        ("runs", {"OWN": 1, "ROWS": 1, "COLS": 8192}, 16),
+        ("", {"OWN": -1, "BIAS": False, "RESIDUAL": False, "ROWS": 4, "COLS": 1024}, 8),
+        ("addends", {"OWN": -1, "BIAS": True, "RESIDUAL": True, "ROWS": 4, "COLS": 1024}, 8),
+        ("runs", {"OWN": 1, "BIAS": False, "RESIDUAL": False, "ROWS": 1, "COLS": 8192}, 16),
     ):
         yield dataclasses.replace(_typed(sums._sum_kernel, types, constants | shape, warps=warps), words=words)
 

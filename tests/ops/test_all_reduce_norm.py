@@ -95,6 +95,26 @@ def test_every_family_of_sums(ranks: RankFixture, size: int) -> None:
     ranks(size).run(_every_family_of_sums)
 
 
+def _sums_with_addends(name: str) -> int:
+    """The owners' sums, with what is added; how many ran as kernels. Some shards are empty, and columns are of any number."""
+    from weft.runtime import fused
+
+    with counting(fused.FusedSum) as launches:
+        for m, n in ((1, 40), (18, 17), (33, 72)):
+            for seed in range(4):
+                check_norm(m, n, 16, torch.float16, name, seed, bias=bool(seed % 2), residual=seed < 2)
+    weft.close()
+    return launches.count
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("name", "parts"), [("token_split:1", 1), ("token_split:2", 2), ("hetero_unfused_1d:2", 1)])
+def test_a_sum_with_addends_is_one_kernel(interpreted: Ranks, name: str, parts: int) -> None:
+    """A rank without rows sums nothing."""
+    for rank, found in enumerate(interpreted.run(_sums_with_addends, name)):
+        assert found == 8 * parts + (4 if rank == 0 else 0)
+
+
 def _long_rows(widest: int) -> None:
     """The kernel of a norm alone, with rows that fit a block and that do not, and with fewer blocks than rows."""
     from weft.kernels import norm as kernel

@@ -14,11 +14,11 @@ from itertools import repeat
 import torch
 
 from weft.core.errors import WaitTimeout
-from weft.core.problem import CollectiveProblem, Recipe, Scaling
+from weft.core.problem import ADDENDS, CollectiveProblem, Recipe, Scaling
 from weft.core.schedule import Flag, Gemm, Norm, Part, Reduce, Region, Schedule, signalled_flags, waits
 from weft.kernels.gemm import Tables, blocks_for, fits, gemm, in_order, loads, pitch, tables, whole_slices
 from weft.kernels.norm import norm
-from weft.kernels.sums import SumTable, load_runs, region_table, run_table, sum_regions, sum_runs
+from weft.kernels.sums import SumTable, addends_of, load_runs, region_table, run_table, sum_regions, sum_runs
 from weft.perf.shapes import TileShape, tiles_of
 from weft.runtime.bindings import Bindings, Where
 from weft.runtime.launches import KernelTables, Site, StepKernel, addresses_of
@@ -45,8 +45,8 @@ def kernel_of_sum(site: Site, where: Where, step: Reduce) -> FusedSum | None:
     if isinstance(site.schedule.problem, CollectiveProblem):
         return FusedSum(site, where, step) if adds_pieces(step, site.schedule) else None
     # A sum's table contains the addresses of its sources. Those of the caller's tensors change from call to call, and a graph
-    # may still use the table of an earlier call.
-    given = site.buffers_of("input")
+    # may still use the table of an earlier call. Only the addresses of addends are arguments.
+    given = site.buffers_of("input") - set(addends_of(step))
     moves = any(src.buffer in given for part in step.parts for src in part.srcs)
     return FusedSum(site, where, step) if step.parts and not signalled_flags(step) and not moves else None
 
@@ -266,7 +266,9 @@ class FusedSum(StepKernel):
         super().__init__(site, where)
         problem = site.schedule.problem
         self.step, self._out = step, step.parts[0].out
-        self._srcs = [src for part in step.parts for src in part.srcs]
+        self._addends = () if isinstance(problem, CollectiveProblem) else addends_of(step)
+        sources = len(step.parts[0].srcs) - len(self._addends)
+        self._srcs = [src for part in step.parts for src in part.srcs[:sources]]
         self._own: int | None = None  # the number of the caller's piece, in a collective's sum
         self._sms = 0
         if isinstance(problem, CollectiveProblem):
@@ -293,8 +295,10 @@ class FusedSum(StepKernel):
         """
         if self._own is not None:
             return ""
-        if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs):
+        if any(src.shape != part.out.shape for part in self.step.parts for src in part.srcs if src.buffer != "bias"):
             return "its sources have other rows than its result"
+        if any(src.cols != part.out.cols for part in self.step.parts for src in part.srcs if src.buffer in self._addends):
+            return "what it adds has other columns than its result"
         if len({(part.out.buffer, part.out.rank) for part in self.step.parts}) > 1:
             return "it has several results"
         first, *more = self._matrices(bindings, self._srcs[0])
@@ -313,7 +317,10 @@ class FusedSum(StepKernel):
         plan, launched_by = self.tables.of(bindings), self.launched_by
         if self._own is None:
             (out,) = self._matrices(bindings, self._out)
-            sum_regions(plan, out, sms=sms, launched_by=launched_by, stream=stream)
+            bias, residual = (
+                bindings.tensors[name, self.where.rank][0][0] if name in self._addends else None for name in ADDENDS
+            )
+            sum_regions(plan, out, sms=sms, bias=bias, residual=residual, launched_by=launched_by, stream=stream)
         elif not silent:  # a rehearsal must not write, because the result may share memory with a source
             own, out_at = (bindings.view(region).data_ptr() for region in (self._srcs[self._own], self._out))
             elements = self._out.shape[0]
