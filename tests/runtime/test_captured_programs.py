@@ -49,7 +49,7 @@ class Replayed:
 
     def looked_at(self, times: int = 3) -> bool:
         last = self.looks + times
-        return wait_for(lambda: self.looks >= last)
+        return wait_for(lambda: self.looks >= last, 10.0)
 
 
 @pytest.fixture
