@@ -44,8 +44,8 @@ whose flag operations are a kernel also writes 0 into a second word after its la
 A kernel that counts its calls needs no such word: it writes the number of a call at its begin, and again at its end.
 
 Lanes whose flag operations are memory operations of a stream write no such words, because a call would take longer for it. A
-replay that waits only in such a lane, in a message between nodes, in a collective of NCCL, or in a kernel for `splits`, has no
-bound. So it is for collectives without a product, but for those that are one kernel.
+replay that waits only in such a lane, in a message between nodes, or in a collective of NCCL, has no bound. So it is for
+collectives without a product, but for those that are one kernel. Kernels for `splits` bound their waits themselves.
 
 A collective of NCCL waits for its peers by itself, and no flag of weft's ends it: its communicator has to be aborted, which
 belongs to the caller. It is aborted where a program has such a collective and the calls in flight have not ended a while after
