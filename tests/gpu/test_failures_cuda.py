@@ -9,6 +9,7 @@ import faulthandler
 import logging
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -54,18 +55,28 @@ def test_a_flag_that_never_comes(pool: Ranks, name: str) -> None:
     assert any("arrived[" in m and "rank 1's lane copy raises it" in m for m in messages if m != "right"), messages
 
 
-@alarm(60)
-def _replays_until(victim: int, how: int) -> tuple[str, float]:
+_REPLAYED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "lanes": lambda a, b: weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2"),
+    "one kernel": lambda a, b: weft.matmul_all_reduce(a[:8], b, schedule="one_shot"),
+}
+"""Calls whose waits are seen in the words of lanes, and in those of a kernel."""
+
+
+@alarm(90)
+def _replays_until(victim: int, how: int, what: str) -> tuple[str, float]:
     """Replay a captured call without end; `victim` gets the signal on the way. What the others are told, and how soon after."""
     a, b = torch.ones(256, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
-    weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    call = _REPLAYED[what]
+    assert not bool(call(a, b).isnan().all())
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+        out = call(a, b)
     struck = time.monotonic() + 0.5
     if dist.get_rank() == victim:
+        if how == signal.SIGSTOP:  # it goes on when the others have given up
+            subprocess.Popen(["sh", "-c", f"sleep {3 * BOUND_S + 0.5}; kill -CONT {os.getpid()}"])
         threading.Timer(0.5, lambda: os.kill(os.getpid(), how)).start()
     message, slowest = "", 0.0
     while not message and time.monotonic() < struck + 30:
@@ -75,32 +86,83 @@ def _replays_until(victim: int, how: int) -> tuple[str, float]:
         slowest = max(slowest, time.monotonic() - began)
         try:
             weft.synchronize()
-        except PeerLost as error:
+        except WeftError as error:
             message = f"{type(error).__name__}: {error}"
     ended = time.monotonic() - struck
+    if dist.get_rank() != victim:
+        until = time.monotonic() + 5
+        while not bool(out.isnan().all()) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert bool(out.isnan().all()), "what a replay that was cut short has returned"
     for _ in range(3):  # each replay ends from now on, too
         began = time.monotonic()
         graph.replay()
         torch.cuda.synchronize()
-        slowest = max(slowest, time.monotonic() - began)
-    assert slowest < BOUND_S, slowest
+        assert time.monotonic() - began < BOUND_S
+    if dist.get_rank() != victim:
+        assert slowest < BOUND_S + (5 if how == signal.SIGSTOP else 0), slowest
     # The GPU is usable, and calls say what happened.
     assert float((a.float() @ b.float()).sum()) == 256 * 128 * 64
-    with pytest.raises(PeerLost, match="has failed"):
-        weft.matmul_reduce_scatter(a, b, schedule="track_and_trigger:2")
+    with pytest.raises(WeftError, match="has failed"):
+        call(a, b)
     return message, ended
 
 
-def test_a_rank_that_dies_while_graphs_are_replayed() -> None:
+@pytest.mark.parametrize("what", _REPLAYED)
+def test_a_rank_that_dies_while_graphs_are_replayed(what: str) -> None:
     """Replays that wait for it end soon: the watch looks after peers between calls, too, and releases the streams."""
     with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
-        ranks.start(_replays_until, 1, signal.SIGKILL)
+        ranks.start(_replays_until, 1, signal.SIGKILL, what)
         with pytest.raises(RankFailed) as caught:
             ranks.finish(timeout_s=60)
     assert [rank for rank, _ in caught.value.failures] == [1], caught.value.failures
     message, seconds = caught.value.results[0]
     assert message.startswith("PeerLost: rank 1 (process")
     assert seconds < BOUND_S
+
+
+@pytest.mark.parametrize("what", _REPLAYED)
+def test_a_rank_that_is_stopped_while_graphs_are_replayed(what: str) -> None:
+    """Its process lives, so nothing but the bound of the replay that waits for it ends that; it is told once it goes on."""
+    with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
+        ranks.start(_replays_until, 1, signal.SIGSTOP, what)
+        (message, seconds), (stopped, _) = ranks.finish(timeout_s=90)
+    assert message.startswith("WaitTimeout: rank 0"), message
+    assert "in a replay of a CUDA graph" in message
+    assert BOUND_S < seconds < BOUND_S + 5
+    assert stopped.startswith("PeerLost: rank 0 failed"), stopped
+
+
+@alarm(60)
+def _replays_for(what: str, seconds: float) -> int:
+    """Replay a captured call for longer than the bound, a few replays ahead of the GPU. How many."""
+    a, b = torch.ones(256, 64, device="cuda").bfloat16(), torch.ones(64, 128, device="cuda").bfloat16()
+    call, count = _REPLAYED[what], 0
+    expected = call(a, b)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        out = call(a, b)
+    over = torch.zeros(1)
+    dist.barrier()
+    until = time.monotonic() + seconds
+    while not bool(over):
+        for _ in range(8):
+            graph.replay()
+        count += 8
+        torch.cuda.synchronize()
+        over.fill_(time.monotonic() > until)
+        dist.all_reduce(over, op=dist.ReduceOp.MAX)  # every rank makes as many replays
+    weft.synchronize()
+    assert torch.equal(out, expected)
+    del graph
+    return count
+
+
+@pytest.mark.parametrize("what", _REPLAYED)
+def test_replays_that_go_on_are_no_failure(what: str) -> None:
+    with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": "1"}) as ranks:
+        assert all(count > 100 for count in ranks.run(_replays_for, what, 5.0))
 
 
 @alarm(60)

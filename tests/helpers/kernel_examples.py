@@ -205,7 +205,7 @@ def all_reduce_example(layout: all_reduce.AllReducePlan, gpu: Capabilities) -> E
     """The kernel that exchanges, by a plan of its, without addends; of FP8 factors, with scales of any strides."""
     kernel, scaling = all_reduce._all_reduce_kernel, layout.problem.scaling if layout.multiply else None
     types: Types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")} | {"abort_ptr": "*i32"}
-    types |= dict.fromkeys(("boxes_ptr", "epochs_ptr", "status_ptr"), "*i64")
+    types |= dict.fromkeys(("boxes_ptr", "epochs_ptr", "begun_ptr", "status_ptr"), "*i64")
     constants: dict[str, Any] = {**all_reduce._constants(layout, False, False, gpu), "stride_bk": 1}
     if scaling is None:
         constants["scales"] = None

@@ -83,9 +83,10 @@ def _bare() -> None:
     copy_bytes = max(layout.copy_bytes for layout in layouts)
     piece = heap_of(rank_group, device).allocate(MAILBOX_COPIES * copy_bytes)
     memory = kernel.mailbox(piece.addresses, copy_bytes, kernel.most_blocks(4), device)
-    received = kernel.received
+    received, under_way = kernel.received, set[int]()
 
     def late(*arguments: Any) -> Any:
+        under_way.add(int(memory.begun) - int(memory.epochs[:, 0].min()))
         time.sleep(0.002 * (rank == 1))
         return received(*arguments)
 
@@ -104,6 +105,8 @@ def _bare() -> None:
             kernel.all_reduce(layout, memory, out, factors=factors if multiply else None, partial=partial, **options)
             assert memory.status.tolist() == [0, 0], call
             assert set(memory.epochs[:, 0].tolist()) == {call + 1}, "all know the call, also blocks that it did not have"
+            assert int(memory.begun) == call + 1
+            assert under_way == {1}, "whoever waits has begun a call that has not ended"
             error = (out.double() - expected[low:high]).abs()
             assert bool((error <= bound(dtype, 8 * size, 2 * size, expected)).all()), (call, CASES[at])
     finally:
@@ -126,6 +129,8 @@ def _forty_sizes() -> tuple[int, int, int]:
     found.append(_mailboxes().nbytes)
     programs = _state().bound()
     assert len(programs) == 40
+    kernels: list[Any] = [kernel for program in programs for kernel in program.kernels.values()]
+    assert len({kernel._memory.begun.data_ptr() for kernel in kernels}) == 40, "each names the calls that it has begun"
     _state().forget([program for program in programs if program.schedule.problem.m % 2])
     for m in (2, 40, 4, 3, 40, 2):
         check_all_reduce(m, 24, 8 * size, torch.float16, "one_shot", m + 1)

@@ -416,6 +416,7 @@ def _program(resources: FakeResources, **attributes: Any) -> Any:
     empty["memory"] = memory = Exclusive()
     empty |= {"uses": (memory,), "replay_uses": (memory,)}
     empty |= {"_words": None, "_area": None, "spans": None, "streams": LaneStreams(resources, (), frozenset())}
+    empty["replayed"] = PendingCall.of("the program", str, 0)
     empty |= {"captured": False, "title": "the program", "_scratch": {}, "_plans": {}}
     empty |= {
         "_rehearsing": False,

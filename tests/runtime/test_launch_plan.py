@@ -28,7 +28,7 @@ from weft.schedules import build
 
 CALLS = 4
 CPU = torch.device("cpu")
-_RANK_BYTES, _PROGRESS = 1 << 20, 1 << 40
+_RANK_BYTES, _PROGRESS, _MARK = 1 << 20, 1 << 40, 1 << 41
 
 
 class FakeProgram:
@@ -69,6 +69,9 @@ class FakeProgram:
 
     def progress_word(self, where: Where) -> Word:
         return Word("progress", _PROGRESS + self.rank, where.position + 1)
+
+    def end_words(self, lane: str) -> tuple[Word, ...]:
+        return Word("lower", _PROGRESS + self.rank, 0), Word("lower", _MARK + self.rank, 0)
 
     def gate_address(self, flag: Flag, where: Where) -> int:
         return self.rank * _RANK_BYTES + 4 * self.flags.slot[flag, where.lane, where.position]
@@ -240,6 +243,26 @@ def test_signals_before_more_work_go_aside() -> None:
         assert lane.kind != "compute" or all(words[0].kind != "signal" for words in rest[:-1])
     for lane, items in plan.lanes:
         assert not any(isinstance(item, FlagOperations) and item.aside for item in items), lane
+
+
+@pytest.mark.parametrize(("op", "name"), PAIRS)
+def test_a_lane_that_waits_says_when_it_has_waited_for_the_last_time(
+    op: Op, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its last wait, and without a launch of its own. A lane that never waits says nothing."""
+    schedule = build(Problem(op=op, m=64, n=48, k=32, world_size=2), name, 2)
+    program = FakeProgram(schedule, 0)
+    plan = LaunchPlan(program, frozenset())  # type: ignore[arg-type]
+    marks = program.end_words("any")
+    monkeypatch.setattr(FakeProgram, "end_words", lambda self, lane: ())
+    without = LaunchPlan(program, frozenset())  # type: ignore[arg-type]
+    for marked, bare in ((plan.merged, without.merged), (plan.lanes, without.lanes)):
+        for (lane, launches), (_, others) in zip(marked, bare, strict=True):
+            flags = [one.words for one in launches if isinstance(one, FlagOperations) and not one.aside]
+            kinds = [word.kind for words in flags for word in words]
+            assert len(launches) == len(others), lane
+            assert [word for words in flags for word in words if word in marks] == list(marks) * ("progress" in kinds), lane
+            assert flags[-1][-2:] == marks if "progress" in kinds else "wait" not in kinds, lane
 
 
 def test_without_work_between_them_signals_are_one_submission_with_what_follows() -> None:

@@ -40,6 +40,8 @@ from weft.core.schedule import (
     signalled_flags,
 )
 from weft.planner import plan
+from weft.runtime.launch_plan import LaunchPlan
+from weft.runtime.launches import FlagOperations
 from weft.schedules import build, candidates, names, specs, unfit
 
 EVERY_OP: tuple[Op, ...] = (*OPS, *LOOKUP_OPS)
@@ -383,6 +385,21 @@ def test_no_lane_blocks_for_good_on_gpus(op: Op) -> None:
     schedule = build(problem_of(op, (2, 2)), "node_slices", 2)
     for seed in range(3):
         play([FakeProgram(schedule, rank) for rank in range(4)], seed)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_lane_says_that_it_has_waited_for_the_last_time_behind_its_messages(op: Op) -> None:
+    program = FakeProgram(build(problem_of(op, (2, 2)), "node_slices", 2), 0)
+    marks, lanes = program.end_words("any"), 0
+    for _, launches in LaunchPlan(program, frozenset()).merged:  # type: ignore[arg-type]
+        at = max((at for at, one in enumerate(launches) if isinstance(one.where.step, SendReceive)), default=None)
+        if at is not None:
+            lanes += 1
+            behind = launches[at] if isinstance(launches[at], FlagOperations) else launches[at + 1 :][-1]
+            assert isinstance(behind, FlagOperations)
+            assert behind.words[-2:] == marks
+            assert all(marks[0] not in one.words for one in launches if isinstance(one, FlagOperations) and one is not behind)
+    assert lanes
 
 
 def test_a_plan_of_slices_alone() -> None:

@@ -258,6 +258,7 @@ class Mailbox:
     addresses: the addresses of all ranks' mailboxes, on the device.
     copy_bytes: the capacity of each copy.
     epochs: by block, the number of calls so far, and the words that the last of them used of its copy: [blocks, 2].
+    begun: the number of the last call that a program has begun. Each program that shares a mailbox has a word of its own.
     abort: set to end all waits.
     status: region + 1 and the call of the last wait that gave up.
     """
@@ -265,6 +266,7 @@ class Mailbox:
     addresses: torch.Tensor
     copy_bytes: int
     epochs: torch.Tensor
+    begun: torch.Tensor
     abort: torch.Tensor
     status: torch.Tensor
 
@@ -280,6 +282,7 @@ def mailbox(addresses: list[int], copy_bytes: int, blocks: int, device: torch.de
         addresses=table(addresses, torch.int64, device),
         copy_bytes=copy_bytes,
         epochs=torch.zeros(blocks, 2, dtype=torch.int64, device=device),
+        begun=torch.zeros(1, dtype=torch.int64, device=device),
         abort=torch.zeros(1, dtype=torch.int32, device=device),
         status=torch.zeros(2, dtype=torch.int64, device=device),
     )
@@ -338,6 +341,7 @@ def all_reduce(
             *pointers,
             memory.addresses,
             memory.epochs,
+            memory.begun,
             memory.abort,
             memory.status,
             scales_argument,
@@ -448,7 +452,8 @@ def _product(
 
 @triton.jit(do_not_specialize=["m", "share", "tiles", "copy_words", "epochs", "rank", "tries", "live"])
 def _all_reduce_kernel(
-    a_ptr, b_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, out_ptr, boxes_ptr, epochs_ptr, abort_ptr, status_ptr, scales,
+    a_ptr, b_ptr, bias_ptr, residual_ptr, weight_ptr, normed_ptr, out_ptr, boxes_ptr, epochs_ptr, begun_ptr, abort_ptr,
+    status_ptr, scales,
     m, n, k, stride_am, stride_bk, stride_bn, share, tiles, copy_words, epochs, rank, tries, live,
     ELEMENT: tl.constexpr, PER_WORD: tl.constexpr, WORLD: tl.constexpr, PIECES: tl.constexpr, REGIONS: tl.constexpr,
     TWO_HOPS: tl.constexpr, SCATTER: tl.constexpr, DIVIDE_BY: tl.constexpr,
@@ -496,6 +501,9 @@ def _all_reduce_kernel(
     calls, used = tl.load(epochs_ptr + block * 2), tl.load(epochs_ptr + block * 2 + 1)
     if live != 0:
         clear(place(boxes_ptr, rank, calls % 3 * copy_bytes), used, block, blocks, CLEARED)
+        if block == 0:
+            # Before all waits. The call has ended once all blocks have written this number to `epochs` (weft.runtime.watchdog).
+            tl.store(begun_ptr, calls + 1)
     call = calls + 1
     here = call % 3 * copy_bytes
     for tile in range(block, tiles, blocks):

@@ -90,6 +90,8 @@ class CudaProgram(BoundProgram):
     memory: stands for the program's memory and flags in the order of calls.
     uses: what its calls use one after the other.
     replays: its graphs. None if its calls cannot be replayed.
+    replayed: stands for its calls in graphs of the caller, whose replays weft does not see.
+    ask: enqueues on a stream that the second word of each lane is 1, until the lane has passed its last wait of a call.
     allocates: the bytes that torch allocates for temporaries of a call with several lanes.
     """
 
@@ -112,7 +114,8 @@ class CudaProgram(BoundProgram):
 
     def _set_up(self, schedule: Schedule) -> None:
         resources = self.resources
-        words = self._take(4 * (WaiterWords(schedule).words + max(map(len, schedule.ranks))))  # and how far each lane has come
+        # Each lane has two words: how far it has come, and whether it has passed its last wait since the watchdog asked.
+        words = self._take(4 * (WaiterWords(schedule).words + 2 * max(map(len, schedule.ranks))))
         self._words, self._addresses = words.local, words.addresses
         super().__init__(resources, schedule)
         self._area = self._take(self.layout.staging)
@@ -120,15 +123,19 @@ class CudaProgram(BoundProgram):
         self._progress_at = {lane.name: self._words.data_ptr() + 4 * (self.flags.words + i) for i, lane in enumerate(lanes)}
         own = (self._words.data_ptr() + 4 * slot for slot in range(self.flags.words))
         kernels_own = self.ragged.releases() if self.ragged is not None else []
+        # The flags of the other lanes need no SM. If matmuls fill the SMs, even a kernel of one warp would wait for a free one.
+        alone = isinstance(schedule.problem, CollectiveProblem)
+        without_kernels = frozenset(lane.name for lane in lanes if lane.kind in ("copy", "network") or alone)
+        self._marked = [at for at, lane in enumerate(lanes) if lane.name not in without_kernels]
+        self.ask = self.driver.words([Word("lower", self._mark_of(lanes[at].name), 1) for at in self._marked])
+        self.replayed = PendingCall.of(self.title, self.describe_call, 0)
+        self.replayed.enqueued = True
         self._raise_all = self.driver.words([*(Word("signal", address, _RELEASED) for address in own), *kernels_own])
         for slot, value in self.flags_of_previous_calls():
             self._words.view(torch.int32)[slot] = value
         self.fixed = self._fixed_bindings()
         self.memory = Exclusive()
         self._set_up_steps(schedule)
-        # The flags of these lanes need no SM. If matmuls fill the SMs, even a kernel of one warp would wait for a free one.
-        alone = isinstance(schedule.problem, CollectiveProblem)
-        without_kernels = frozenset(lane.name for lane in lanes if lane.kind in ("copy", "network") or alone)
         self._rehearsing = self._rehearsed = self._loading = False
         self._loaded, self.allocates = set[Hashable](), 0
         self._timer: CallTimer | None = None
@@ -211,14 +218,16 @@ class CudaProgram(BoundProgram):
     def close(self) -> None:
         # Waits are released until the calls have ended, because the peers of a call in flight may be lost.
         releaser = self.resources.releaser
-        if not self.resources.wait_for_calls(
+        ended = self.resources.wait_for_calls(
             self.memory.last, captured=self.captured, forget=lambda: releaser.remove(id(self))
-        ):
+        )
+        if not (self.resources.watchdog.captured_programs.remove(self) and ended):
             LOGGER.error("%s has calls that have not ended: its memory stays in use until the process ends", self.title)
             _IN_USE.append((self._pieces, self._mailboxes, self._words, self._area, self._scratch, self._plans, self.replays))
             self._pieces, self._mailboxes = [], ()
         if self.replays is not None:
             self.replays.close()
+        self.resources.order.forget_results(self.replayed)
         self.memory.close(self.driver)
         self.streams.close()
         if self.ragged is not None:
@@ -235,6 +244,30 @@ class CudaProgram(BoundProgram):
     def progress_word(self, where: Where) -> Word:
         """Return the operation by which a lane records that it has reached a step, before the step waits."""
         return Word("progress", self._progress_at[where.lane], where.position + 1)
+
+    def end_words(self, lane: str) -> tuple[Word, ...]:
+        # In a kernel of flag operations these words cost nothing. As memory operations they would lengthen the call.
+        at = self._progress_at[lane]
+        marked = list(self._progress_at).index(lane) in self._marked
+        return (Word("lower", at, 0), Word("lower", self._mark_of(lane), 0)) if marked else ()
+
+    def _mark_of(self, lane: str) -> int:
+        """Return the address of a lane's second word."""
+        return self._progress_at[lane] + 4 * len(self._progress_at)
+
+    def look(self) -> tuple[tuple[int, ...], bool]:
+        """Return where the call is that the GPU is in, and whether it is another one than when `ask` was enqueued.
+
+        It waits for copies on torch's current stream. They need no SM.
+
+        The first is, for each lane that has a second word, the step (from 1 on) whose flag operations it has begun, or 0 before
+        the first ones and after its last wait; and, for each kernel, the number of the call that it is in, or 0.
+        """
+        lanes = len(self._progress_at)
+        words = self._words.view(torch.int32)[self.flags.words :][: 2 * lanes].cpu().tolist() if self._marked else []
+        steps = [words[at] for at in self._marked]
+        calls = [kernel.call_under_way() for kernel in self.kernels.values()]
+        return (*steps, *calls), any(words[at] and not words[at + lanes] for at in self._marked)
 
     def waiters(self, flag: Flag) -> list[int]:
         """Return the addresses of the words that a signal raises."""
@@ -365,9 +398,10 @@ class CudaProgram(BoundProgram):
         bindings = self.bind(inputs, outputs)
         if capturing:
             self.captured = True
-            self.resources.watchdog.captured()
+            self.resources.watchdog.captured(self)
             stream = self.resources.current_stream()
             self.resources.order.capture(stream, self.rank_group, self.uses, lambda: self._issue(bindings))
+            self.resources.order.add_results(self.replayed, memory_of_outputs(self._invalid(outputs)))
             return
         if not self.streams:  # one lane waits for nothing that is enqueued later, so it may allocate and load meanwhile
             self.plan_of(bindings)
@@ -525,7 +559,7 @@ class CudaProgram(BoundProgram):
         with torch.cuda.stream(self.resources.asking):
             seen = self._words.view(torch.int32).cpu().tolist()
             stuck = list(filter(None, (kernel.missing() for kernel in self.kernels.values())))
-        # Each lane has written the number of steps that it has reached.
+        # Each lane has written the number of steps that it has reached, or 0 after its last wait.
         counts = zip(self._progress_at, seen[self.flags.words :], strict=False)
         reached = {lane: count - 1 for lane, count in counts}
         stuck = stuck + describe_waits(self, seen, reached) or list(describe_unfinished(self, reached))

@@ -110,7 +110,13 @@ class CudaResources:
             rank_group, device, driver=self.driver, order=self.order, rescue=self.rescue, invalidating=self._invalidating
         )
         self.watchdog = Watchdog(
-            rank_group, self.index, driver=self.driver, order=self.order, releaser=self.releaser, wire=self.wire
+            rank_group,
+            self.index,
+            driver=self.driver,
+            order=self.order,
+            releaser=self.releaser,
+            wire=self.wire,
+            asking=self.asking,
         )
 
     def runs_kernels(self, dtype: torch.dtype, scaling: Scaling | None = None) -> bool:

@@ -79,7 +79,8 @@ class FusedCollectiveKernel(StepKernel):
             norm=step.norm is not None,
         )
         shared = site.shared_mailbox(self.plan.copy_bytes)
-        self._memory, self._box = shared.memory, shared.piece.local
+        begun = torch.zeros(1, dtype=torch.int64, device=device)
+        self._memory, self._box = replace(shared.memory, begun=begun), shared.piece.local
         # `abort` needs pinned memory. It is pinned now because pinning may wait for the GPU, which `abort` must release.
         one = torch.ones(1, dtype=torch.int32)
         self._raised = one.pin_memory() if device.type == "cuda" else one
@@ -114,7 +115,15 @@ class FusedCollectiveKernel(StepKernel):
             raise WaitTimeout(self._missing(call) or f"{self.where}: call {call}: {self._source(region - 1)} was late")
 
     def missing(self) -> str:
-        return self._missing(int(self._memory.epochs[:, 0].cpu().min()) + 1)
+        return self._missing(self._last_ended() + 1)
+
+    def call_under_way(self) -> int:
+        begun = int(self._memory.begun.cpu())
+        return begun if begun > self._last_ended() else 0
+
+    def _last_ended(self) -> int:
+        """Return the number of the mailbox's last call that all blocks have ended. A copy of one column would be a kernel."""
+        return int(self._memory.epochs.cpu()[:, 0].min())
 
     def _missing(self, call: int) -> str:
         whole = self._whole(call)

@@ -20,6 +20,8 @@ signals. To lower a flag is to reset the waiter's copy of it.
     sends and receives       FlagOperations: write the lane's progress; TorchLaunch
     shared row counts        TorchLaunch: write them at the peers; FlagOperations: signal, wait; TorchLaunch: read them
 
+The last flag operations of a lane, in which it has passed its last wait, also record that (Site.end_words).
+
 If the compute lane signals and has more work to do, the signal is enqueued on a separate stream (weft.runtime.cuda_resources).
 Copy lanes signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
 
@@ -145,8 +147,11 @@ class LaunchPlan:
             GroupedGemm: self._plan_segments,
         }
         """The function that yields the launches of a step that does not run as a kernel, by type of step."""
-        self.lanes = [(lane, list(self._plan_lane(lane))) for lane in site.schedule.ranks[site.rank]]
-        self.merged = [(lane, _move_signals_aside(lane, merge_flag_operations(launches))) for lane, launches in self.lanes]
+        lanes = [(lane, list(self._plan_lane(lane))) for lane in site.schedule.ranks[site.rank]]
+        self.lanes = [(lane, self._mark_end(lane, launches)) for lane, launches in lanes]
+        self.merged = [
+            (lane, self._mark_end(lane, _move_signals_aside(lane, merge_flag_operations(launches)))) for lane, launches in lanes
+        ]
 
     @cached_property
     def batches(self) -> list[LaneLaunches]:
@@ -333,6 +338,20 @@ class LaunchPlan:
             yield TorchLaunch(where=where, stage=stage_after_waits(0), work=partial(work, part))
             if part.count is not None:
                 yield from _set_stage(stage_after_waits(0), [self._signal_flag(part.count, where)])
+
+    def _mark_end(self, lane: Lane, launches: list[Launch]) -> list[Launch]:
+        """Return the launches of a lane with the words that record that it has passed its last wait.
+
+        They are the last of its flag operations, so that they cost no launch. Messages wait after those, and need one.
+        """
+        words = self._site.end_words(lane.name)
+        flags = [(at, one) for at, one in enumerate(launches) if isinstance(one, FlagOperations) and not one.aside]
+        if not words or not any(word.kind == "progress" for _, one in flags for word in one.words):
+            return launches
+        at, last = flags[-1]
+        if any(isinstance(one.where.step, SendReceive) for one in launches[at + 1 :]):
+            return [*launches, self._operations(launches[-1].where, words, launches[-1].stage)]
+        return [*launches[:at], replace(last, words=last.words + words), *launches[at + 1 :]]
 
     def _operations(self, where: Where, words: tuple[Word, ...], stage: int = 0) -> FlagOperations:
         return FlagOperations(where=where, words=words, stage=stage, submitter=self._site.submitter)

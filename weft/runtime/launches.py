@@ -277,6 +277,10 @@ class Site(ABC):
     def progress_word(self, where: Where) -> Word:
         """Return the operation by which a lane records that it has reached a step, before the step waits."""
 
+    def end_words(self, lane: str) -> tuple[Word, ...]:
+        """Return the operations by which a lane records that it has passed its last wait of a call. None if nobody reads it."""
+        return ()
+
     @abstractmethod
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
         """Return a function that copies one region to another, with the tensors of a call, on a stream."""
@@ -431,6 +435,13 @@ class StepKernel:
     def missing(self) -> str:
         """Return a text that says what the kernel's own words still wait for, or "" if nothing. It needs copies, but no SM."""
         return ""
+
+    def call_under_way(self) -> int:
+        """Return the number of the call that the kernel has begun and not ended, or 0. It needs copies, but no SM.
+
+        A kernel that counts no calls returns 0.
+        """
+        return 0
 
     def abort(self) -> None:
         """End every wait on the kernel's own words, now and later. It is enqueued on torch's current stream and needs no SM."""

@@ -96,7 +96,7 @@ class PendingCall:
     stream: the caller's stream.
     results: the memory that the call has returned, and that a failure invalidates.
     rehearses: whether it waits for no flag, but may wait for compilers.
-    begun, done: the events at its begin and at its end.
+    begun, done: the events at its begin and at its end. None if it stands for the replays of calls that a graph has captured.
     enqueued: whether it has been enqueued completely.
     ended: whether the GPU is known to have ended it. Its events may then belong to another call.
     deadline: the latest end of the call by time.monotonic, in seconds. It is set once the GPU has begun the call.
@@ -109,7 +109,7 @@ class PendingCall:
     rehearses = enqueued = ended = False
     deadline = math.inf
     begun: Any
-    done: Any
+    done: Any = None
     # There is no constructor, because it would be one more frame in each call.
 
     @classmethod
@@ -131,6 +131,11 @@ class PendingCall:
                 fill(address, nbytes)
                 held.append(alive)
         return held
+
+    def forget_results(self) -> None:
+        for reference, _, _ in self.results:
+            release_storage(reference)
+        self.results = ()
 
 
 class Exclusive:
@@ -293,16 +298,31 @@ class Order:
         with self._dropping:
             if call.ended or not call.enqueued or not call.results:
                 return []
-            self.make_stream_wait(stream, call)
+            if call.done is not None:
+                self.make_stream_wait(stream, call)
             return call.invalidate(fill)
+
+    def add_results(self, call: PendingCall, results: Sequence[Memory]) -> None:
+        """Add what a captured call returns to what its replays write. What nobody holds any more is dropped."""
+        with self._dropping:
+            held: list[Memory] = []
+            for memory in call.results:
+                if living_storage(memory[0]) is None:
+                    release_storage(memory[0])
+                else:
+                    held.append(memory)
+            call.results = [*held, *results]
+
+    def forget_results(self, call: PendingCall) -> None:
+        """Forget what calls have returned that are not replayed any more."""
+        with self._dropping:
+            call.forget_results()
 
     def _retire(self, call: PendingCall) -> None:
         """Give a call's events to later calls. The call is marked as ended before, for those who still refer to it."""
         call.ended = True
         self._events.append((call.begun, call.done))
-        for reference, _, _ in call.results:
-            release_storage(reference)
-        call.results = ()
+        call.forget_results()
 
     def _list_pending(self, group: RankGroup) -> list[PendingCall]:
         """Return the calls of a group that are not known to have ended."""

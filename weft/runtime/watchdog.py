@@ -27,8 +27,25 @@ call or `weft.synchronize` does.
     caller's stream          call 7: waits for a peer ... released ... done 7
     invalidating stream                                                      wait done 7, write NaN into what call 7 returned
 
-The watchdog does not see the calls that a CUDA graph of the caller's replays. In its replays only the memory in which peers'
-data arrive is NaN. After a failure each replay would wait again, so the watchdog releases again and again until it is closed.
+Replays of a CUDA graph of the caller's are no calls of weft: they record no events, and nobody enqueues them under a lock. So
+the watchdog reads from the GPU which captured program is in the middle of a call (`CapturedPrograms`). After a failure each
+replay would wait again, so the watchdog releases again and again until it is closed. What a captured call has returned becomes
+NaN once its replay has ended, if somebody still holds the tensor. In a graph's memory pool other tensors may have the same
+memory, and it is unknown which, so what nobody holds is left alone.
+
+A lane writes the step that it has reached before it waits, and 0 after its last wait. This shows in which step a replay is, but
+not in which replay: a graph that is replayed without a pause may be in the same step whenever the watchdog looks. So a lane
+whose flag operations are a kernel also writes 0 into a second word after its last wait. The watchdog writes 1 there.
+
+    lane       step 2, wait ... | 0, 0    step 2, wait ...............................
+    watchdog        look, write 1     look, write 1      look            look
+    it reads        2                 2, 0: another call  2, 1: since     2, 1: the same call since then
+
+A kernel that counts its calls needs no such word: it writes the number of a call at its begin, and again at its end.
+
+Lanes whose flag operations are memory operations of a stream write no such words, because a call would take longer for it. A
+replay that waits only in such a lane, in a message between nodes, or in a collective of NCCL, has no bound. So it is for
+collectives without a product, but for those that are one kernel. Kernels for `splits` bound their waits themselves.
 
 A collective of NCCL waits for its peers by itself, and no flag of weft's ends it: its communicator has to be aborted, which
 belongs to the caller. It is aborted where a program has such a collective and the calls in flight have not ended a while after
@@ -38,20 +55,21 @@ all else was released, or a captured call may be replayed. The process group ser
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from weft.comm.rank_group import RankGroup
 from weft.compat.c10d import backend_of
 from weft.compat.streams import Driver
-from weft.core.errors import LOGGER, WaitTimeout, WeftError
+from weft.core.errors import LOGGER, WaitTimeout, WeftError, warn_once
 from weft.runtime.network import Abort, CudaWire
 from weft.runtime.order import FIRST_S, Order, PendingCall, memory_of_results
 
@@ -69,6 +87,10 @@ _RELEASED_S = 1.0
 """A call that has not ended 1 s after all its flags were raised waits for a collective."""
 _STUCK_S = 10.0
 """A call that has not ended 10 s after its waits were released will not end, because the driver does not run the release."""
+_LOOKS_S = 0.5
+"""The watchdog looks at captured programs this often. A look copies two or three pieces of memory for each of them."""
+_LAST_WORK_S = 0.2
+"""The work of a call after its last wait has ended within 0.2 s. It is less than the time between looks."""
 _IDLE_TICKS = 25
 """Without calls in flight the watchdog looks at the peers every 25th tick. Graphs may be replaying."""
 
@@ -94,32 +116,164 @@ def end_process() -> None:
     os.abort()
 
 
+class CapturedProgram(Protocol):
+    """A CapturedProgram is a program with calls in a graph of the caller's (weft.runtime.cuda.CudaProgram)."""
+
+    replayed: PendingCall
+    ask: Callable[[int], None]
+
+    def look(self) -> tuple[tuple[int, ...], bool]: ...
+
+
+class Stay(NamedTuple):
+    """A Stay is how long a program has been in one call without progress.
+
+    at: where it is, as `CapturedProgram.look` returns it.
+    since, until: the first and the last look at which it is known to be in the same call, by time.monotonic. None before that.
+    """
+
+    at: tuple[int, ...]
+    since: float | None = None
+    until: float = 0.0
+
+
+class CapturedPrograms:
+    """CapturedPrograms finds out which captured programs of one process group are in the middle of a call.
+
+    A look waits for copies, and the driver may not answer. So it runs on a thread of its own, one look at a time.
+
+    asking: the stream of the copies.
+    """
+
+    def __init__(self, driver: Driver, asking: torch.cuda.Stream, rank: int) -> None:
+        self._driver, self._asking, self._rank = driver, asking, rank
+        self._programs: dict[int, CapturedProgram] = {}
+        self._stays: dict[int, Stay] = {}
+        self._looking = threading.Thread()
+        """The thread of the last look, or one that was never started."""
+        self._looked = -_LOOKS_S
+        self._lock = threading.Lock()
+        """A look holds it, so that no program frees memory that is read."""
+
+    def add(self, program: CapturedProgram) -> None:
+        self._programs[id(program)] = program
+
+    def remove(self, program: CapturedProgram) -> bool:
+        """Look at a program no more. Return whether no look reads its memory, for which this waits a few seconds."""
+        if self._programs.pop(id(program), None) is None:
+            return True
+        if not self._lock.acquire(timeout=_ASK_S):
+            return False
+        self._stays.pop(id(program), None)
+        self._lock.release()
+        return True
+
+    def all(self) -> list[CapturedProgram]:
+        return list(self._programs.values())
+
+    def look(self) -> None:
+        """Begin a look, unless one is under way, or the last one began a short time ago."""
+        if not self.is_looking() and time.monotonic() >= self._looked + _LOOKS_S:
+            self._begin()
+
+    def find_late(self, bound_s: float) -> CapturedProgram | None:
+        """Return a program that has been in one call without progress for longer than `bound_s`, or None."""
+        for key, stay in tuple(self._stays.items()):
+            if stay.since is not None and stay.until - stay.since > bound_s:
+                return self._programs.get(key)
+        return None
+
+    def find_under_way(self) -> list[CapturedProgram]:
+        """Look, and return the programs that are in the middle of a call. Return all if the driver does not answer."""
+        if self.is_looking():
+            self._looking.join(_ASK_S)  # it may have looked too early
+        if not self.is_looking():
+            self._begin()
+        if self.is_looking():
+            self._looking.join(_ASK_S)
+        return self.all() if self.is_looking() else self.list_seen()
+
+    def list_seen(self) -> list[CapturedProgram]:
+        """Return the programs that were in the middle of a call at the last look."""
+        return [program for key, program in tuple(self._programs.items()) if key in self._stays]
+
+    def is_looking(self) -> bool:
+        return self._looking.is_alive()
+
+    def _begin(self) -> None:
+        self._looked = time.monotonic()
+        self._looking = threading.Thread(target=self._look, name=f"weft-looks-{self._rank}", daemon=True)
+        if self._programs:
+            self._looking.start()
+
+    def _look(self) -> None:
+        try:
+            self._driver.relax_captures()
+            with self._lock, torch.cuda.stream(self._asking):
+                for key, program in tuple(self._programs.items()):
+                    self._look_at(key, program)
+        except Exception as error:  # a device that is lost ends the watchdog by its events
+            warn_once(f"replays of CUDA graphs are not bounded any more: {error!r}")
+            self._programs.clear()
+
+    def _look_at(self, key: int, program: CapturedProgram) -> None:
+        at, other_call = program.look()
+        stay = self._stays.get(key)
+        if not any(at):
+            self._stays.pop(key, None)
+        elif stay is None or other_call or stay.at != at:
+            program.ask(self._asking.cuda_stream)
+            self._stays[key] = Stay(at)
+        else:
+            now = time.monotonic()
+            self._stays[key] = Stay(at, now if stay.since is None else stay.since, now)
+
+
 class Watchdog:
     """A Watchdog bounds the calls of one process group on one GPU.
 
     index: the number of the GPU.
+    asking: the stream for copies that read what a call waits for.
+    captured_programs: finds the replays that do not go on.
     watching: whether the watchdog has seen no failure yet, or is still acting on one.
     """
 
     def __init__(
-        self, rank_group: RankGroup, index: int, *, driver: Driver, order: Order, releaser: Releaser, wire: CudaWire | None
+        self,
+        rank_group: RankGroup,
+        index: int,
+        *,
+        driver: Driver,
+        order: Order,
+        releaser: Releaser,
+        wire: CudaWire | None,
+        asking: torch.cuda.Stream,
     ) -> None:
         self.rank_group, self.releaser, self._order = rank_group, releaser, order
         self.pending = order.add(rank_group)
         """The group's calls that are not known to have ended, the oldest first."""
         self._index, self._driver, self._wire = index, driver, wire
         self._looked = time.monotonic()
-        self._captures = False
+        self.captured_programs = CapturedPrograms(driver, asking, rank_group.rank)
+        self._captures = self._in_doubt = False
+        self._invalid: dict[CapturedProgram, float] = {}
+        """The captured programs whose replays a failure has cut short, and when each of them may have been in a call last."""
         self._on_failure = on_failure_from_environment()
         self._stop = threading.Event()
         self.watching = True
         self._thread = threading.Thread(target=self._run, name=f"weft-watch-{rank_group.rank}", daemon=True)
         self._thread.start()
 
-    def captured(self) -> None:
-        """Note that a graph captures a call, and may replay it later. Raises as raise_if_failed does."""
+    def captured(self, program: CapturedProgram | None = None) -> None:
+        """Note that a graph captures a call, and may replay it later. Raises as raise_if_failed does.
+
+        program: the program, until it is removed from `captured_programs`. None if only NCCL waits in the call, whose replays
+            have no bound.
+        """
         self._captures = True
         self.raise_if_failed()
+        if program is not None:
+            self.captured_programs.add(program)
 
     def raise_if_failed(self) -> None:
         """Raise if this rank or a peer has failed by now, which the watchdog may not have seen yet."""
@@ -193,6 +347,7 @@ class Watchdog:
                 self.releaser.release_all()
                 if self._order.drop_ended(self.pending):
                     ended = time.monotonic()
+                self._invalidate_replayed()
                 if time.monotonic() > max(released, ended) + _RELEASED_S and (self._captures or self.pending):
                     self.releaser.abort_collectives()
             if self.pending and not stuck and time.monotonic() > max(released, ended) + _STUCK_S:
@@ -210,6 +365,7 @@ class Watchdog:
             self.rank_group.check_peers(ended, may_leave=first is None)
             if first is not None:
                 self._hold_to_bound(first)
+            self._hold_replays_to_bound()
         except Exception as error:
             # Any error that ends the watchdog ends the group, because nothing else would release the waits.
             self._fail(self._find_cause(error), first, doubtful)
@@ -236,7 +392,8 @@ class Watchdog:
         longer than that.
         """
         looked, self._looked = self._looked, time.monotonic()
-        return tuple(self.pending) if self._looked - looked > _NOTIFIED_S and self.rank_group.has_failed_peer() else ()
+        self._in_doubt = self._looked - looked > _NOTIFIED_S and self.rank_group.has_failed_peer()
+        return tuple(self.pending) if self._in_doubt else ()
 
     def _hold_to_bound(self, call: PendingCall) -> None:
         bound_s = max(self.rank_group.timeout_s, FIRST_S) if call.rehearses else self.rank_group.timeout_s
@@ -244,13 +401,25 @@ class Watchdog:
         if time.monotonic() > call.deadline and not self._order.has_ended(call):
             raise self.rank_group.fail(WaitTimeout(f"{self._describe(call)} after {bound_s:g} s"))
 
+    def _hold_replays_to_bound(self) -> None:
+        """Replays have no begin that weft sees. So their bound counts from the last progress, and is seen at looks."""
+        self.captured_programs.look()
+        bound_s = self.rank_group.timeout_s
+        late = self.captured_programs.find_late(bound_s)
+        if late is not None:
+            text = self._describe(late.replayed)
+            raise self.rank_group.fail(WaitTimeout(f"{text} after {bound_s:g} s, in a replay of a CUDA graph"))
+
     def _fail(self, error: WeftError, first: PendingCall | None, doubtful: Sequence[PendingCall] = ()) -> None:
         """Log the error, store it for the next call, and invalidate the results of unfinished calls."""
         self.rank_group.fail(error)
         if not isinstance(error, WaitTimeout) and first is not None:
             error = type(error)(f"{error}; meanwhile {self._describe(first)}")
         invalid = [*doubtful, *self._order.list_unfinished(self.rank_group)]
-        self.rank_group.fail_later(error, unraised=bool(invalid))
+        # Nothing is released yet, so a replay that misses something is still in the middle.
+        under_way = self.captured_programs.find_under_way()
+        self._invalid = dict.fromkeys(self.captured_programs.all() if self._in_doubt else under_way, math.inf)
+        self.rank_group.fail_later(error, unraised=bool(invalid or self._invalid))
         LOGGER.error(str(error))
         self.rank_group.await_notified(_NOTIFIED_S)
         if self._on_failure == "abort":
@@ -259,6 +428,22 @@ class Watchdog:
             self.releaser.invalidate(invalid)
         if self._wire:
             self._wire.abort()
+
+    def _invalidate_replayed(self) -> None:
+        """Write NaN into what replays have returned that were in the middle of a call at a failure, once they have ended.
+
+        A look shows when a lane has passed its last wait. What follows in the lane takes a little longer.
+        """
+        if not self._invalid:
+            return
+        self.captured_programs.look()
+        now, under_way = time.monotonic(), self.captured_programs.list_seen()
+        for program, last in tuple(self._invalid.items()):
+            if program in under_way or self.captured_programs.is_looking() or last == math.inf:
+                self._invalid[program] = now
+            elif now > last + _LAST_WORK_S:
+                del self._invalid[program]
+                self.releaser.invalidate_results(program.replayed)
 
     def _describe(self, call: PendingCall) -> str:
         """Return a text that says what a call waits for, or why that cannot be found out."""
@@ -342,7 +527,11 @@ class Releaser:
                     invalidate(stream)
         self._await_invalid(_INVALID_S)
         for call in calls:
-            self._alive += self._order.invalidate(call, stream, self._make_nan)
+            self.invalidate_results(call)
+
+    def invalidate_results(self, call: PendingCall) -> None:
+        """Write NaN into what a call has returned, behind its end."""
+        self._alive += self._order.invalidate(call, self._invalidating.cuda_stream, self._make_nan)
 
     def release_all(self) -> None:
         """Let everything that waits go on, unless what was enqueued for that last time is still in flight."""
