@@ -17,8 +17,8 @@ def compiled(align: int, sources: int, element: Any, *, own: int = 1) -> Any:
 
     constants = {"SOURCES": sources, "OWN": own, "DIVIDE_BY": 4, "ELEMENT": element, "RESULT": element, "ALIGN": align}
     rows, cols, warps = (1, 8192, 16) if own >= 0 else (4, 1024, 8)
-    constants |= {"ROWS": rows, "COLS": cols, "FIELDS": sums._FIELDS}
-    types = {"addresses_ptr": "*i64", "own": "i64", "out": "i64"}
+    constants |= {"ROWS": rows, "COLS": cols, "FIELDS": sums._FIELDS, "BIAS": own < 0, "RESIDUAL": own < 0}
+    types = {"addresses_ptr": "*i64", **dict.fromkeys(("own", "out", "bias", "residual"), "i64")}
     return for_a_gpu(sums._sum_kernel, constants, types, warps=warps)
 
 

@@ -118,7 +118,7 @@ def test_generation(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
     text = ranks_of("generate_tp.py", "--tokens", "4", folder=tmp_path)
     assert "\nas in one process: 100%\n" in text
-    assert "matmul_all_reduce M=1 " in text
+    assert "matmul_all_reduce_norm M=1 " in text
 
 
 def test_pipeline(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from weft.runtime.launches import FlagOperations, IssuedCall
 from weft.schedules import build, names
 
 CALLS = 3
-FAMILIES = [(op, name) for op in COLLECTIVE_OPS for name in names(op) if name != "sequential"]
+FAMILIES = [(op, name) for op in COLLECTIVE_OPS for name in names(op) if name.startswith("copy_engine")]
 
 
 def _copier(*, rows: int, row_bytes: int, pitches: tuple[int, int]) -> Callable[[int, int, int], object]:
