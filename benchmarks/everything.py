@@ -134,6 +134,7 @@ def make_parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
         "ficco_gemms": one("ficco_gemms", 70, "--collect", "--budget-s", "50"),
         "prefill": one("models", 100, "--part", "prefill", "--layers", "2", **cache),
         "decode": one("models", 80, "--part", "decode", "--layers", "2", **cache),
+        "serving": one("serving", 330, **cache),
         "training": one("training", 540, "--modes", "eager", **cache),
         **{
             f"training_compiled_{model}_{tokens}": one(

@@ -10,6 +10,7 @@ A method's name is KIND/NAME:
     weft/SPEC                weft by that schedule; `weft/auto` by the one that it chose itself (`chosen`)
     float8/SPEC              in a row of bfloat16: weft with operands in FP8
     quantised/NAME           in a row of FP8: with the conversion of `a` from bfloat16 in the time
+    part/NAME                one of weft's calls that does a part of what the row's methods do
 
 Every figure that follows from times is a function of a row, so that a row holds nothing twice.
 """
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-KINDS = ("sequential", "communication", "computation", "peer", "weft", "float8", "quantised")
+KINDS = ("sequential", "communication", "computation", "peer", "weft", "float8", "quantised", "part")
 AUTO = "weft/auto"
 DEFAULTS = (AUTO, "weft/splits", "weft/compiled", "weft/eager")
 """What a user gets who chooses nothing: the first of these that a row has. With row counts on the device there is one schedule;

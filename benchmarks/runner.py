@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -167,7 +167,20 @@ def select_cases(bench: Bench, given: argparse.Namespace) -> list[Comparison]:
     return found
 
 
-def make_presence_check(given: argparse.Namespace) -> Callable[[Comparison], bool]:
+class NamedCase(Protocol):
+    """What the rows of a case have in common."""
+
+    @property
+    def bench(self) -> str: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+def make_presence_check(given: argparse.Namespace) -> Callable[[NamedCase], bool]:
     """Return a function that says whether --json has a case's rows of this commit in all modes of --modes."""
     world_size = int(os.environ["WORLD_SIZE"])
     known = rows.read(given.json) if given.json else []
