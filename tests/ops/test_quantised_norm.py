@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,6 +70,26 @@ def _as_kernels() -> int:
 @pytest.mark.ranks
 def test_the_kernel(interpreted: Ranks) -> None:
     assert set(interpreted.run(_as_kernels)) == {16}
+
+
+def _without_conversion() -> int:
+    """As on a GPU whose kernels cannot convert to FP8: torch quantises the norm, and kernels do the rest."""
+    from weft.runtime import fused, fused_collective
+    from weft.runtime.host_resources import HostResources
+
+    cannot = mock.patch.object(HostResources, "quantises", property(lambda resources: False))
+    with cannot, counting(fused.FusedNorm) as norms, counting(fused_collective.FusedCollectiveKernel) as sums:
+        for recipe in RECIPES:
+            check_norm(6, 256, 16, torch.float16, "one_shot", 0, recipe)
+            check_norm(6, 256, 16, torch.float16, "two_shot", 0)  # its norm has a kernel all the same
+    weft.close()
+    assert sums.count == 4
+    return norms.count
+
+
+@pytest.mark.ranks
+def test_devices_that_do_not_convert_to_fp8(interpreted: Ranks) -> None:
+    assert set(interpreted.run(_without_conversion)) == {2}
 
 
 def _zeros() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from weft.core.errors import warn_once
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import CollectiveProblem, RaggedProblem
 from weft.core.schedule import (
@@ -168,6 +169,8 @@ class BoundProgram(Site):
         if isinstance(step, Push) and quantises(step, self.schedule):
             return resources.quantises
         if isinstance(step, Norm) and problem.norm_recipe and not resources.quantises:
+            if resources.device.type == "cuda":
+                warn_once(f"{resources.device} cannot convert to FP8 in kernels: norms are quantised by torch's operations")
             return False
         # If tiles of a GEMM wait on SMs, the steps that they wait for run on reserved SMs.
         return resources.runs_kernels(self.dtype, problem.scaling if isinstance(step, (Gemm, Push)) else None)
