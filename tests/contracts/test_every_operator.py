@@ -177,6 +177,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "weight": torch.ones(3),
             "eps": 2.0,
             "residual_sharded": 1,
+            "scale_recipe_normed": "TensorWise",
         },
     ),
     "all_reduce_norm": (
@@ -189,6 +190,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "eps": 2.0,
             "group": "x",
             "schedule": "fast",
+            "scale_recipe_normed": "TensorWise",
         },
     ),
     "matmul_all_to_all": ({"a": A, "b": B}, {**EXCHANGE, "split_dim": 1}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product as pairs_of
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from weft.core.experts import FARTHEST, REFUSED
 from weft.core.hardware import Capabilities
-from weft.core.problem import Op, Problem, Scaling, split
+from weft.core.problem import SCALE_BLOCK, Op, Problem, Scaling, split
 from weft.kernels import (
     all_reduce,
     exchange,
@@ -373,20 +374,24 @@ def _push(_: Capabilities) -> Iterator[Example]:
 
 def _quantise(_: Capabilities) -> Iterator[Example]:
     types = "*bf16 *i64 *i64 i32 i32 i32 i32"
-    constants = {"COLUMNS": quantise._COLUMNS, "ROWS": quantise.ROWS, "MOST": 448.0}
+    constants = {"COLUMNS": quantise._COLUMNS, "ROWS": quantise.ROWS}
     for block in (0, 128):
         yield _typed(quantise._quantise_kernel, types, constants | {"BLOCK": block}, "stride", warps=quantise._WARPS)
 
 
-def _norms(_: Capabilities) -> Iterator[Example]:
-    """Of rows that fit a block, and of longer ones."""
+def _norms(gpu: Capabilities) -> Iterator[Example]:
+    """Of rows that fit a block, and of longer ones; also quantised to FP8, which runs on GPUs with TMA."""
     kernel = norm._norm_kernel
-    types: Types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
-    for once in (True, False):
+    plain: Types = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
+    recipes = {"": (False, 0), ", rowwise": (True, 0), ", blockwise": (True, SCALE_BLOCK)}
+    for once, (recipe, (quantises, block)) in pairs_of((True, False), recipes.items()):
+        if quantises and not gpu.tma:
+            continue
+        types = plain | ({"out_ptr": "*i8", "scales_ptr": "*fp32"} if quantises else {})
         yield Example(
             kernel=kernel,
-            words="at once" if once else "in parts",
-            constants={"EPS": 1e-6, "WIDTH": norm.WIDEST, "ONCE": once},
+            words=("at once" if once else "in parts") + recipe,
+            constants={"EPS": 1e-6, "WIDTH": norm.WIDEST, "ONCE": once, "QUANTISE": quantises, "BLOCK": block},
             types=types,
             multiples=("n", "src_stride", "out_stride"),
             warps=8,

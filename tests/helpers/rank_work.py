@@ -142,15 +142,18 @@ def told_with(settings: Sequence[dict[str, str]], spec: str) -> list[str]:
 NORM_EPS = 1e-5
 
 
-def check_norm(m: int, n: int, k: int, dtype: torch.dtype, name: str, seed: int, **given: bool) -> None:
-    """One call against float64: the sum is right, and the norm is that of the rounded sum. given: bias, residual."""
+def check_norm(
+    m: int, n: int, k: int, dtype: torch.dtype, name: str, seed: int, recipe: str | None = None, **given: bool
+) -> None:
+    """One call against float64: the sum is right, and the norm is that of the rounded sum. given: bias, residual. recipe: that
+    of an FP8 norm."""
     rank, size = dist.get_rank(), dist.get_world_size()
     a, b, product = whole(m, n, k, dtype, seed)
     cols = slice(rank * k // size, (rank + 1) * k // size)
     make = torch.Generator().manual_seed(seed)
     residual, bias, weight = (torch.randn(shape, generator=make).to(here(), dtype) for shape in ((m, n), (n,), (n,)))
     expected = product + residual.double() * given.get("residual", True) + bias.double() * given.get("bias", False)
-    normed, r = weft.matmul_all_reduce_norm(
+    *normed, r = weft.matmul_all_reduce_norm(
         a[:, cols].contiguous(),
         b[cols].contiguous(),
         residual if given.get("residual", True) else None,
@@ -158,23 +161,25 @@ def check_norm(m: int, n: int, k: int, dtype: torch.dtype, name: str, seed: int,
         eps=NORM_EPS,
         bias=bias if given.get("bias") else None,
         schedule=name,
+        scale_recipe_normed=recipe,
     )
     agree_with_norm(normed, r, expected, weight)
 
 
-def check_sum_norm(m: int, n: int, dtype: torch.dtype, name: str, seed: int, **given: bool) -> None:
+def check_sum_norm(m: int, n: int, dtype: torch.dtype, name: str, seed: int, recipe: str | None = None, **given: bool) -> None:
     """As check_norm, of a sum that is there already. given: bias, residual."""
     make = torch.Generator().manual_seed(seed)
     drawn = [torch.randn(m, n, generator=make).to(here(), dtype) for _ in range(dist.get_world_size())]
     residual, bias, weight = (torch.randn(shape, generator=make).to(here(), dtype) for shape in ((m, n), (n,), (n,)))
     mine = drawn[dist.get_rank()].clone()
-    normed, r = weft.all_reduce_norm(
+    *normed, r = weft.all_reduce_norm(
         mine,
         residual if given.get("residual", True) else None,
         weight,
         eps=NORM_EPS,
         bias=bias if given.get("bias") else None,
         schedule=name,
+        scale_recipe_normed=recipe,
     )
     assert torch.equal(mine, drawn[dist.get_rank()])
     total = sum(one.double() for one in drawn)
@@ -182,9 +187,26 @@ def check_sum_norm(m: int, n: int, dtype: torch.dtype, name: str, seed: int, **g
     agree_with_norm(normed, r, expected, weight)
 
 
-def agree_with_norm(normed: torch.Tensor, r: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor) -> None:
-    """Compare a sum with that in float64, and its norm with that of the rounded sum."""
+def agree_with_norm(normed: list[torch.Tensor], r: torch.Tensor, expected: torch.Tensor, weight: torch.Tensor) -> None:
+    """Compare a sum with that in float64, and its norm with that of the rounded sum. normed: also its scales, if it is FP8."""
     tolerance = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}[r.dtype]
     torch.testing.assert_close(r.double(), expected, rtol=tolerance, atol=tolerance)
+    if len(normed) == 2:
+        agree_with_quantised_norm(*normed, r, weight, 1e-6)
+        return
     wanted = torch.nn.functional.rms_norm(r.float(), (r.shape[-1],), weight.float(), NORM_EPS)
-    torch.testing.assert_close(normed.float(), wanted, rtol=tolerance / 4, atol=tolerance / 8)
+    torch.testing.assert_close(normed[0].float(), wanted, rtol=tolerance / 4, atol=tolerance / 8)
+
+
+def agree_with_quantised_norm(
+    normed: torch.Tensor, scale: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, tolerance: float
+) -> None:
+    """Compare an FP8 norm with that of r in float64, which is not rounded before it is quantised. tolerance: of scales."""
+    assert (normed.dtype, scale.dtype, normed.shape) == (torch.float8_e4m3fn, torch.float32, r.shape)
+    wanted = torch.nn.functional.rms_norm(r.double(), (r.shape[-1],), weight.double(), NORM_EPS)
+    blocks = wanted.view(r.shape[0], scale.shape[1], r.shape[1] // scale.shape[1])
+    torch.testing.assert_close(scale.double(), blocks.abs().amax(-1) / 448, rtol=tolerance, atol=0)
+    # An element is off by half a step of e4m3, which has 3 bits after the first, and never below 2^-9.
+    units = (blocks / scale.double()[..., None]).view_as(wanted)
+    step = torch.exp2(units.abs().clamp(min=2**-6).log2().floor() - 3)
+    assert ((normed.double() - units).abs() <= step * (0.5 + 450 * tolerance)).all()

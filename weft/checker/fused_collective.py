@@ -92,6 +92,8 @@ def _addends_fault(step: FusedCollective) -> str:
 def _norm_fault(step: FusedCollective, problem: Problem) -> str:
     if step.norm is None:
         return ""
+    if problem.norm_recipe:
+        return f"it has {step.norm}; a kernel does not quantise its norm: make it a step of its own"
     if step.op != "all_reduce" or step.hops != 1 or step.norm.src != step.out:
         return f"it has {step.norm}; a kernel normalises its own result, of an all_reduce in one hop"
     return norm_fault(step.norm, problem)

@@ -76,13 +76,16 @@ def _check_kind(where: str, kind: object, kinds: Any) -> None:
 def _operand_fault(buffer: Buffer, problem: Problem) -> str:
     """Return a fault of a buffer's operand, or "".
 
-    With scaling, the caller's a, b and gathered or received rows are FP8. Without scaling, no buffer is.
+    With scaling, the caller's a, b and gathered or received rows are FP8, and with a recipe of the norm, the norm is. No other
+    buffer of the caller is.
     """
     scaling = problem.scaling
-    operands = {"a": "" if scaling and scaling.quantises else "a", "b": "b", "gathered": "a", "received": "a"}
-    wanted = operands.get(buffer.name, "") if scaling is not None and buffer.kind in ("input", "output") else buffer.operand
-    if problem.scaling is None and buffer.operand:
-        return f"has operand {buffer.operand!r}, but the problem has no scaling; leave it out"
+    operands = {"a": "" if scaling and scaling.quantises else "a", "b": "b", "gathered": "a", "received": "a", "normed": "norm"}
+    if buffer.operand and buffer.operand not in problem.scalings:
+        return f"has operand {buffer.operand!r}, but the problem has no scaling of it; leave it out"
+    wanted: str = buffer.operand
+    if buffer.kind in ("input", "output"):
+        wanted = found if (found := operands.get(buffer.name, "")) in problem.scalings else ""
     if buffer.operand and buffer.float32:
         return "is float32 and holds FP8 elements; use one of the two"
     return f"has operand {buffer.operand!r}; the problem's scaling needs {wanted!r}" if buffer.operand != wanted else ""
@@ -179,10 +182,9 @@ def region_fault(region: Region, buffers: Mapping[str, Buffer], size: int) -> st
 
 def scales_fault(region: Region, buffer: Buffer, problem: Problem) -> str:
     """Return a fault, or "". A region of FP8 elements must begin and end at the edges of their scales' blocks."""
-    assert problem.scaling is not None
     ends = buffer.rows[region.rank], buffer.cols[region.rank]
-    shared = {"tensorwise": None, "rowwise": None, "blockwise": SCALE_BLOCK}[problem.scaling.recipe]
-    along = {"a": [("columns", region.cols, ends[1])], "b": [("rows", region.rows, ends[0])]}[buffer.operand or "a"]
+    shared = {"tensorwise": None, "rowwise": None, "blockwise": SCALE_BLOCK}[problem.scalings[buffer.operand].recipe]
+    along = [("rows", region.rows, ends[0]) if buffer.operand == "b" else ("columns", region.cols, ends[1])]
     if buffer.operand == "b" and shared is not None:
         along.append(("columns", region.cols, ends[1]))
     for name, (low, high), end in along:

@@ -233,7 +233,7 @@ class Compiler:
         """Fail if a region holds FP8 elements and their scales."""
         for region in regions:
             if self.buffers[region.buffer].operand:
-                self.fail(f"{region} holds FP8 elements and their scales; only copies and products read and write such")
+                self.fail(f"{region} holds FP8 elements and their scales; only copies, products and norms read or write such")
 
     def factor(self, region: Region, operand: str) -> None:
         """Fail unless the region can be multiplied as `operand`."""
@@ -257,7 +257,7 @@ class Compiler:
         if src.shape != dst.shape:
             self.fail(f"{src} has shape {src.shape}, {dst} has {dst.shape}; a copy needs them equal")
         one, other, scaling = self.buffers[src.buffer], self.buffers[dst.buffer], self.problem.scaling
-        if pushed and scaling is not None and scaling.quantises and other.operand and not (one.operand or one.float32):
+        if pushed and scaling is not None and scaling.quantises and other.operand == "a" and not (one.operand or one.float32):
             return
         if one.operand != other.operand or (not self.all_wide and one.float32 != other.float32):
             self.fail(f"{src} and {dst} differ in dtype; a copy moves bytes, a reduce rounds")
@@ -336,7 +336,11 @@ class Compiler:
         reads = tuple([self.access(region, remote=False) for region in (step.src, step.weight)])
         out = self.access(step.out, write=True, remote=False)
         self.refuse(norm_fault(step, self.problem))
-        self.plain(step.src, step.weight, step.out)
+        self.plain(step.src, step.weight)
+        operand = self.buffers[step.out.buffer].operand
+        if operand != ("norm" if self.problem.norm_recipe else ""):
+            holds = "holds no FP8 elements of a norm and their scales" if self.problem.norm_recipe else "holds FP8 elements"
+            self.fail(f"{step.out} {holds}; it is not what the norm of {self.problem} is")
         return (self.action(_NORM, reads, out),)
 
     def lookup(self, step: Lookup) -> tuple[Action, ...]:

@@ -105,6 +105,8 @@ Float8 = Literal["float8_e4m3fn", "float8_e5m2"]
 FLOAT8: tuple[Float8, ...] = ("float8_e4m3fn", "float8_e5m2")
 """Dtypes of operands with scales. At least one of a and b must be float8_e4m3fn, as in torch."""
 Recipe = Literal["tensorwise", "rowwise", "blockwise"]
+Operand = Literal["a", "b", "norm"]
+"""Matrices that may be FP8 with scales: the factors of a product, and a norm, which is the a of a next product."""
 RECIPES: tuple[Recipe, ...] = ("tensorwise", "rowwise", "blockwise")
 RATE_ITEMSIZE: dict[str, int] = {**ITEMSIZE, "float8": 1, "float8_blockwise": 1, "float8_kernel": 1, "float8_promoted": 1}
 """Bytes of an operand's element, by the name of the matrix rate that a machine has for it."""
@@ -167,8 +169,8 @@ class Scaling:
                 f"a is quantised {self.recipe} to {self.a} before it is sent; use float8_e4m3fn, rowwise or blockwise"
             )
 
-    def scales_of(self, operand: Literal["a", "b"], rows: Span1D, cols: Span1D) -> tuple[Span1D, Span1D]:
-        """Return the rows and columns of the scales of a rectangle of an operand.
+    def scales_of(self, operand: Operand, rows: Span1D, cols: Span1D) -> tuple[Span1D, Span1D]:
+        """Return the rows and columns of the scales of a rectangle of an operand. A norm has those of an a.
 
         >>> Scaling(recipe="blockwise").scales_of("a", (4, 8), (128, 384))
         ((4, 8), (1, 3))
@@ -176,11 +178,11 @@ class Scaling:
         if self.recipe == "tensorwise":
             return (0, 1), (0, 1)
         if self.recipe == "rowwise":
-            return (rows, (0, 1)) if operand == "a" else ((0, 1), cols)
+            return ((0, 1), cols) if operand == "b" else (rows, (0, 1))
         blocks = cols[0] // SCALE_BLOCK, -(-cols[1] // SCALE_BLOCK)
-        return (rows if operand == "a" else (rows[0] // SCALE_BLOCK, -(-rows[1] // SCALE_BLOCK))), blocks
+        return ((rows[0] // SCALE_BLOCK, -(-rows[1] // SCALE_BLOCK)) if operand == "b" else rows), blocks
 
-    def scales_shape(self, operand: Literal["a", "b"], rows: int, cols: int) -> tuple[int, int]:
+    def scales_shape(self, operand: Operand, rows: int, cols: int) -> tuple[int, int]:
         """Return the shape of the scales of an operand with these rows and columns."""
         (_, height), (_, width) = self.scales_of(operand, (0, rows), (0, cols))
         return height, width
@@ -219,6 +221,7 @@ class Problem:
     the a of an all_gather_matmul, then x is that a, and x^T @ a are the gradients of its b. With "whole" every rank has all of
     x. With "shard" it has its shard of x's rows, which are gathered.
     norm_eps: an operator of SUMMED_WHOLE also returns rms_norm(out) * norm_weight, with this epsilon. None for no norm.
+    norm_recipe: if not "", normed is float8_e4m3fn, with scales by this recipe, as of an a. The float32 norm is quantised.
     residual_sharded: the residual and out of a matmul_all_reduce with a norm have only the rows of this rank's shard.
     nodes: ranks on each node, where there are several; ranks of one node are neighbours.
     Raises ValueError for an unknown name, an extent below zero (k and world_size: below one) or above MOST_EXTENT (world_size:
@@ -244,6 +247,7 @@ class Problem:
     products: int = 1
     weight_gradients: Literal["", "whole", "shard"] = ""
     norm_eps: float | None = None
+    norm_recipe: Literal["", "rowwise", "blockwise"] = ""
     residual_sharded: bool = False
 
     def __post_init__(self) -> None:
@@ -284,10 +288,19 @@ class Problem:
         if self.norm_eps is not None and (self.op not in SUMMED_WHOLE or not 0 <= self.norm_eps < 1):
             takes = "use a number from 0 to below 1" if self.op in SUMMED_WHOLE else f"{self.op} has no norm, use None"
             raise ValueError(f"norm_eps is {self.norm_eps!r}; {takes}")
+        if self.norm_recipe:
+            self._check_norm_recipe()
         if self.residual_sharded and (self.norm_eps is None or self.op != "matmul_all_reduce"):
             raise ValueError(f"residual_sharded is {self.residual_sharded!r}; only a matmul_all_reduce with a norm has it")
         if self.scaling is not None:
             self._check_scaling(self.scaling)
+
+    def _check_norm_recipe(self) -> None:
+        given, unit = f"norm_recipe is {self.norm_recipe!r}", SCALE_BLOCK if self.norm_recipe == "blockwise" else FLOAT8_UNIT
+        if self.norm_recipe not in ("rowwise", "blockwise") or self.norm_eps is None:
+            raise ValueError(f"{given}; use 'rowwise' or 'blockwise' with a norm, or '' for a norm of the problem's dtype")
+        if self.n % unit or not self.n:
+            raise ValueError(f"N is {self.n}; a norm that is quantised {self.norm_recipe} needs a multiple of {unit}")
 
     def _check_weight_gradients(self) -> None:
         given = f"weight_gradients is {self.weight_gradients!r}"
@@ -332,6 +345,12 @@ class Problem:
         """The bytes of one element of a and b, without their scales."""
         return 1 if self.scaling is not None else self.itemsize
 
+    @cached_property
+    def scalings(self) -> Mapping[str, Scaling]:
+        """The scaling of each operand that is FP8."""
+        found = {} if self.scaling is None else {"a": self.scaling, "b": self.scaling}
+        return {**found, "norm": Scaling(recipe=self.norm_recipe)} if self.norm_recipe else found
+
     @property
     def rate_name(self) -> str:
         """The name of the matrix rate in a machine's gpu.tflops: dtype; for FP8 operands float8, or float8_blockwise if scales
@@ -343,6 +362,13 @@ class Problem:
         if self.scaling is None:
             return columns * self.itemsize
         return columns + 4 * self.scaling.scales_shape("a", 1, columns)[1]
+
+    @property
+    def normed_row_bytes(self) -> int:
+        """The bytes of a row of the norm, and of its scales."""
+        if not self.norm_recipe:
+            return self.n * self.itemsize
+        return self.n + 4 * self.scalings["norm"].scales_shape("norm", 1, self.n)[1]
 
     @cached_property
     def shards(self) -> tuple[Span1D, ...]:
@@ -441,9 +467,11 @@ class Problem:
 
     @property
     def _added(self) -> str:
-        return "".join(f" +{name}" for name in self.addends) + (
-            "" if self.norm_eps is None else f" +norm, eps {self.norm_eps:g}" + ", sharded residual" * self.residual_sharded
-        )
+        found = "".join(f" +{name}" for name in self.addends)
+        if self.norm_eps is None:
+            return found
+        quantised = f", FP8 {self.norm_recipe}" if self.norm_recipe else ""
+        return f"{found} +norm, eps {self.norm_eps:g}{quantised}" + ", sharded residual" * self.residual_sharded
 
     @property
     def _dtypes(self) -> str:

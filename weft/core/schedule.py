@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from weft.core import codec
 from weft.core.concurrent import ConcurrentProblem
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem, Span1D
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Operand, Problem, RaggedProblem, Span1D
 
 T = TypeVar("T")
 LaneKind = Literal["compute", "copy", "blocks", "network"]
@@ -313,6 +313,8 @@ class Collective:
 @dataclass(frozen=True, slots=True)
 class Norm:
     """One kernel that normalises whole rows: out = src / sqrt(mean(src^2 of the row) + eps) * weight, in float32, rounded once.
+
+    If the buffer of out has operand "norm", the float32 result is quantised: out's elements and scales are written.
 
     src, out: rows of N columns each. weight: one row. eps: that of the problem.
     """
@@ -601,9 +603,9 @@ class Buffer:
     kind: "input" and "output" are tensors of the caller. "symmetric" may be read and written by peers. "local" is scratch
         memory of its rank.
 
-    operand: "a" or "b" if the buffer holds FP8 elements of that operand and their scales, as the problem's scaling defines
-        them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step that
-        accesses a region accesses both, and a flag covers both.
+    operand: "a", "b" or "norm" if the buffer holds FP8 elements of that operand and their scales, as the problem's `scalings`
+        define them. The scales are a separate matrix. A region of such a buffer includes the scales of its elements: a step
+        that accesses a region accesses both, and a flag covers both.
 
     collective: in `weft.core.parts.joined`, the number of the collective that it belongs to.
 
@@ -616,7 +618,7 @@ class Buffer:
     rows: tuple[int, ...]
     cols: tuple[int, ...]
     float32: bool = False
-    operand: Literal["", "a", "b"] = ""
+    operand: Literal["", Operand] = ""
     by_columns: bool = False
     collective: int = 0
 

@@ -50,8 +50,9 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
 def region_bytes(schedule: Schedule, region: Region) -> int:
     """Return the bytes of a region. An element takes 4 bytes in a float32 buffer, one byte and its share of the scales in an
     FP8 buffer, and the problem's itemsize otherwise."""
-    buffer, scaling = schedule.buffer[region.buffer], schedule.problem.scaling
-    if buffer.operand and scaling is not None:
+    buffer = schedule.buffer[region.buffer]
+    if scaling := schedule.problem.scalings.get(buffer.operand):
+        assert buffer.operand
         (top, bottom), (left, right) = scaling.scales_of(buffer.operand, region.rows, region.cols)
         return region.size + 4 * (bottom - top) * (right - left)
     problem: Any = schedule.problem

@@ -25,10 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.core.problem import LEAST_MAGNITUDE, SCALE_BLOCK, Scaling
+from weft.core.problem import SCALE_BLOCK, Scaling
 from weft.core.schedule import Flag, Region, Store
 from weft.kernels.launch import Launcher
-from weft.kernels.scaled import rounded
+from weft.kernels.scaled import largest, quantised, scale_of
 from weft.triton.flags import table
 
 ROWS = 4
@@ -36,7 +36,6 @@ ROWS = 4
 TILE_FIELDS, PLACE_FIELDS = map(tl.constexpr, (4, 3))
 """The number of columns of the tables tiles and places of QuantiseTables."""
 _COLUMNS, _WARPS = 2048, 8
-_LEAST = tl.constexpr(LEAST_MAGNITUDE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,6 @@ def quantise(
         "COLUMNS": min(_COLUMNS, triton.next_power_of_2(plan.columns)),
         "BLOCK": SCALE_BLOCK if plan.blockwise else 0,
         "ROWS": ROWS,
-        "MOST": torch.finfo(torch.float8_e4m3fn).max,
     }
     (launched_by or Launcher())(
         _quantise_kernel,
@@ -135,16 +133,9 @@ def quantise(
 
 
 @triton.jit
-def _largest(values, AXIS: tl.constexpr):
-    """Return the largest magnitude along an axis; NaN if any element is NaN."""
-    bad = tl.max((values != values).to(tl.int32), AXIS)
-    return tl.where(bad > 0, float("nan"), tl.max(tl.abs(values), AXIS))
-
-
-@triton.jit
 def _quantise_kernel(
     source_ptr, tiles_ptr, places_ptr, stride, columns, pitch, scale_pitch, count_by, tiles,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, ROWS)[:, None]
     lane = tl.arange(0, COLUMNS)[None, :]
@@ -158,8 +149,8 @@ def _quantise_kernel(
             for at in range(0, columns, COLUMNS):
                 col = at + lane
                 some = tl.load(base_ptr + col, mask=(row < rows) & (col < columns), other=0).to(tl.float32)
-                scale = tl.maximum(scale, _largest(some, 1)[:, None], propagate_nan=tl.PropagateNan.ALL)
-            scale = tl.div_rn(tl.maximum(scale, _LEAST, propagate_nan=tl.PropagateNan.ALL), MOST)
+                scale = tl.maximum(scale, largest(some, 1)[:, None], propagate_nan=tl.PropagateNan.ALL)
+            scale = scale_of(scale)
             for place in range(begin, end):
                 scales_ptr = tl.load(places_ptr + PLACE_FIELDS * place + 1).to(tl.pointer_type(tl.float32))
                 tl.store(scales_ptr + row * scale_pitch, scale, mask=row < rows)
@@ -168,19 +159,17 @@ def _quantise_kernel(
             inside = (row < rows) & (col < columns)
             some = tl.load(base_ptr + col, mask=inside, other=0).to(tl.float32)
             if BLOCK == 0:
-                scaled = tl.div_rn(some, tl.broadcast_to(scale, (ROWS, COLUMNS)))
+                data = quantised(some, tl.broadcast_to(scale, (ROWS, COLUMNS)))
             else:
                 blocks = some.reshape(ROWS, COLUMNS // BLOCK, BLOCK)
-                factor = tl.div_rn(tl.maximum(_largest(blocks, 2), _LEAST, propagate_nan=tl.PropagateNan.ALL), MOST)
-                scaled = tl.div_rn(blocks, tl.broadcast_to(factor[:, :, None], (ROWS, COLUMNS // BLOCK, BLOCK)))
-                scaled = scaled.reshape(ROWS, COLUMNS)
+                factor = scale_of(largest(blocks, 2))
+                data = quantised(blocks, tl.broadcast_to(factor[:, :, None], (ROWS, COLUMNS // BLOCK, BLOCK)))
+                data = data.reshape(ROWS, COLUMNS)
                 block = at // BLOCK + tl.arange(0, COLUMNS // BLOCK)[None, :]
                 for place in range(begin, end):
                     scales_ptr = tl.load(places_ptr + PLACE_FIELDS * place + 1).to(tl.pointer_type(tl.float32))
                     inside_blocks = (row < rows) & (block * BLOCK < columns)
                     tl.store(scales_ptr + row * scale_pitch + block, factor, mask=inside_blocks)
-            data = rounded(tl.clamp(scaled, -MOST, MOST)).to(tl.int8, bitcast=True)
-            data = tl.where(scaled != scaled, 0x7F, data).to(tl.int8)
             for place in range(begin, end):
                 there_ptr = tl.load(places_ptr + PLACE_FIELDS * place).to(tl.pointer_type(tl.int8))
                 tl.store(tl.multiple_of(there_ptr, 16) + row * pitch + col, data, mask=inside)

@@ -9,6 +9,7 @@ block_scales        the scale of each element of a tile, in one block of K
 rows_in_block, column_in_block    the scales of rows, and of a block of b, in one block of K
 scales_of_expert    the scales with the b of one expert
 rounded             convert float32 to FP8
+largest, scale_of, quantised    the largest magnitude, the scale that it gives, and the elements divided by that in FP8
 
     tensorwise, rowwise    out = (sum over K of a b) * scale_a * scale_b      once, on the float32 sum
     blockwise              out = sum over blocks of K of (the block's sum of a b) * (scale_a * scale_b)
@@ -25,8 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
-from weft.core.problem import FLOAT8, SCALE_BLOCK
+from weft.core.problem import FLOAT8, LEAST_MAGNITUDE, SCALE_BLOCK
 
+_LEAST, _MOST = tl.constexpr(LEAST_MAGNITUDE), tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 FLOAT8_DTYPES = tuple(getattr(torch, name) for name in FLOAT8)
 _BLOCK = tl.constexpr(SCALE_BLOCK)
 
@@ -114,6 +116,27 @@ else:
     def rounded(tile):
         """Convert float32 numbers up to 448 to float8_e4m3fn."""
         return tile.to(tl.float8e4nv)
+
+
+@triton.jit
+def largest(values, AXIS: tl.constexpr):
+    """Return the largest magnitude along an axis; NaN if any element is NaN."""
+    bad = tl.max((values != values).to(tl.int32), AXIS)
+    return tl.where(bad > 0, float("nan"), tl.max(tl.abs(values), AXIS))
+
+
+@triton.jit
+def scale_of(magnitude):
+    """Return the scale of elements with this largest magnitude, as weft.runtime.products.quantise does."""
+    return tl.div_rn(tl.maximum(magnitude, _LEAST, propagate_nan=tl.PropagateNan.ALL), _MOST)
+
+
+@triton.jit
+def quantised(values, scale):
+    """Return the bytes of float8_e4m3fn elements. scale: of the shape of `values`."""
+    scaled = tl.div_rn(values, scale)
+    data = rounded(tl.clamp(scaled, -_MOST, _MOST)).to(tl.int8, bitcast=True)
+    return tl.where(scaled != scaled, 0x7F, data).to(tl.int8)
 
 
 @triton.jit

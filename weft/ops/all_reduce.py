@@ -10,6 +10,8 @@ Capitals M N are full extents, k is a rank's part of K. The operator of torch.li
     weft::matmul_all_reduce_norm(a..., b..., bias?, residual?, norm_weight [N], eps, ...)  -> [normed [M, N], out [M or m, N]]
     weft::all_reduce_norm(x [M, N], bias?, residual?, norm_weight [N], eps, ...)           -> [normed [M, N], out [M, N]]
 
+If the norm is quantised, the last two return [normed, scale [M, 1 or N / 128], out].
+
 Every rank has the whole result, so its gradient is whole on every rank, too, and the backward needs no exchange:
 
     grad_a = grad @ b^T      grad_b = a^T @ grad      grad_bias = the sum of grad's rows      grad_residual = grad
@@ -27,10 +29,11 @@ import torch
 import torch.distributed as dist
 
 from weft.core.errors import require
-from weft.core.problem import split
+from weft.core.problem import FLOAT8_UNIT, SCALE_BLOCK, Scaling, split
 from weft.core.schedule import Schedule
 from weft.ops.common import (
     FLOAT8,
+    QUANTISED,
     check_addend,
     check_device,
     check_local_strided,
@@ -44,7 +47,15 @@ from weft.ops.common import (
 from weft.ops.front import OperatorRequest, public
 from weft.ops.operator import define
 from weft.ops.parts import with_summed_double_gradient
-from weft.ops.scaled import ScaleOptions, new_product, quantised, refuse_gradients, refuse_several, with_scales
+from weft.ops.scaled import (
+    ScaleOptions,
+    new_product,
+    quantised,
+    recipe_of_rows,
+    refuse_gradients,
+    refuse_several,
+    with_scales,
+)
 from weft.ops.schema import SymInt
 from weft.runtime.calls import MatmulCall, ScaledOperands, matmul_call
 from weft.runtime.collective_calls import AllReduceCall, check_summed, staging_from_environment
@@ -117,7 +128,8 @@ def matmul_all_reduce_norm(
     schedule: str | Schedule = "auto",
     bias: torch.Tensor | None = None,
     residual_sharded: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_recipe_normed: Any = None,
+) -> tuple[torch.Tensor, ...]:
     """Compute r = residual + all_reduce(a @ b) + bias, and the RMSNorm of r. If M is small, one kernel does all of it.
 
     Replaces
@@ -136,14 +148,23 @@ def matmul_all_reduce_norm(
         residual_sharded: residual and r have only this rank's part of dimension 0, as torch.chunk would cut it. From layer to
             layer r is then the residual, and only the norm is gathered, which every rank has whole. For many rows: the
             schedules are "token_split" and "sequential".
+        scale_recipe_normed: quantise the norm to float8_e4m3fn, for a next layer of FP8. Pass
+            torch.nn.functional.ScalingType.RowWise or BlockWise1x128, or its name. N must then be a multiple of 16, or of 128.
 
     Sums and the norm are computed in float32. r is rounded once, and the norm is that of the rounded r, as without weft. The
     norm is rounded once, after the product with its weight.
 
+    A quantised norm comes with float32 scales, as a next weft.all_gather_matmul or torch.nn.functional.scaled_mm takes them: a
+    scale is the largest magnitude of its row, or of its 128 columns, over 448. The float32 norm is quantised; it is not rounded
+    to the dtype before. With residual_sharded its elements and scales are gathered, which are half of the bytes of 16-bit
+    numbers. The norm is then always a kernel of its own, also after "one_shot". GPUs older than Hopper, and AMD's, quantise by
+    torch's operations, which takes longer.
+
     It has no gradient: use matmul_all_reduce and torch.nn.functional.rms_norm where one is needed.
 
-    Returns (normed, r), each [M, ..., N], whole on every rank, except for a sharded r, [m, ..., N]. Raises ValueError for
-    tensors that require a gradient and for a wrong eps or weight, and otherwise as all_gather_matmul does.
+    Returns (normed, r), each [M, ..., N], whole on every rank, except for a sharded r, [m, ..., N]. With scale_recipe_normed it
+    returns (normed, scale, r); scale is [M, ..., 1], or [M, ..., N / 128] for blocks. Raises ValueError for tensors that
+    require a gradient and for a wrong eps, weight, recipe or N, and otherwise as all_gather_matmul does.
     """
     factors, bs = factors_of(a, b)
     a, b = factors[0], bs[0]
@@ -159,16 +180,17 @@ def matmul_all_reduce_norm(
         low, high = split(shape[0], world_size)[rank]
         of_r = (high - low, *shape[1:])
     _check_norm(of_r, a, residual, weight, bias, eps)
+    recipe = _recipe_of_norm(scale_recipe_normed, shape[-1])
     spec, unit = schedule_to_spec(schedule, "matmul_all_reduce"), max(count_rows_per_entry(shape), 1)
     view, view_of_r, tensors = rows_of(shape), rows_of(of_r), (factors, bs, bias, residual, weight)
-    options = (eps, residual_sharded, of_r[0] * unit, unit, name, spec)
+    options = (eps, recipe, residual_sharded, of_r[0] * unit, unit, name, spec)
     request = OperatorRequest(
         flat_matmul_all_reduce_norm, tensors, options, group, (view, None, None, view_of_r, None), view, tuple
     )
     if residual_sharded and view is not None and view_of_r is not None:
         normed_as, r_as = view.restore, view_of_r.restore
-        request = request._replace(view=None, after=lambda found: (normed_as(found[0]), r_as(found[1])))
-    return cast(tuple[torch.Tensor, torch.Tensor], request)  # `public` runs it
+        request = request._replace(view=None, after=lambda found: (*map(normed_as, found[:-1]), r_as(found[-1])))
+    return cast(tuple[torch.Tensor, ...], request)  # `public` runs it
 
 
 @public
@@ -181,7 +203,8 @@ def all_reduce_norm(
     eps: float = 1e-6,
     schedule: str | Schedule = "auto",
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_recipe_normed: Any = None,
+) -> tuple[torch.Tensor, ...]:
     """Compute r = residual + all_reduce(x) + bias, and the RMSNorm of r, for an x that is there already: of few rows as one
     kernel.
 
@@ -192,7 +215,7 @@ def all_reduce_norm(
 
     Args:
         x: [M, ..., N], this rank's part of the sum, of bfloat16, float16 or float32. It is not changed.
-        residual, weight, group, eps, bias: as for matmul_all_reduce_norm.
+        residual, weight, group, eps, bias, scale_recipe_normed: as for matmul_all_reduce_norm.
         schedule: "auto", "one_shot", "two_shot", "sequential" (NCCL's or gloo's all-reduce, a sum and a norm), or a
             weft.schedule.Schedule.
 
@@ -206,12 +229,13 @@ def all_reduce_norm(
     added: dict[str, Sequence[torch.Tensor | None]] = {"residual": [residual], "weight": [weight], "bias": [bias]}
     _refuse_gradients_of_norm("all_reduce_norm", "weft.collectives.all_reduced", {"x": [x]} | added)
     _check_norm(tuple(x.shape), x, residual, weight, bias, eps)
+    recipe = _recipe_of_norm(scale_recipe_normed, x.shape[-1])
     of_group, spec = resolve_group(group), schedule_to_spec(schedule, "all_reduce")
     view = rows_of(tuple(x.shape))
     tensors, reads = (x, bias, residual, weight), (view, None, view, None)
     return cast(
-        tuple[torch.Tensor, torch.Tensor],
-        OperatorRequest(flat_all_reduce_norm, tensors, (eps, of_group[0], spec), group, reads, view, tuple),
+        tuple[torch.Tensor, ...],
+        OperatorRequest(flat_all_reduce_norm, tensors, (eps, recipe, of_group[0], spec), group, reads, view, tuple),
     )  # `public` runs it
 
 
@@ -242,14 +266,35 @@ def _check_norm(
         check_addend("residual", residual, shape, like.dtype, like.device)
 
 
+def _recipe_of_norm(named: Any, n: int) -> str:
+    """Return how the norm of N columns is quantised, or "" if it is not. Raises ValueError."""
+    if named is None:
+        return ""
+    recipe = recipe_of_rows("normed", named)
+    unit = SCALE_BLOCK if recipe == "blockwise" else FLOAT8_UNIT
+    if n % unit or not n:
+        raise ValueError(f"N is {n}; with scale_recipe_normed={getattr(named, 'name', named)} it must be a multiple of {unit}")
+    return recipe
+
+
+def _new_norm(like: torch.Tensor, rows: int, n: int, recipe: str) -> list[torch.Tensor]:
+    """Return an empty norm, and its scales if it is quantised."""
+    if not recipe:
+        return [like.new_empty(rows, n)]
+    scales = Scaling(recipe=recipe).scales_shape("norm", rows, n)  # type: ignore[arg-type]
+    return [like.new_empty(rows, n, dtype=QUANTISED), like.new_empty(scales, dtype=torch.float32)]
+
+
 class _NormOptions(NamedTuple):
     """_NormOptions holds the options of weft::matmul_all_reduce_norm.
 
+    norm_recipe: as in weft.core.problem.Problem.
     rows_of_sum: the rows of the residual and of the sum on this rank.
     unit: the flat rows of one entry of the dimension that is sharded.
     """
 
     eps: float
+    norm_recipe: str
     residual_sharded: bool
     rows_of_sum: SymInt
     unit: SymInt
@@ -265,21 +310,23 @@ def _run_norm(
     norm_weight: torch.Tensor,
     options: _NormOptions,
 ) -> MatmulCall:
-    (a, *more), (eps, sharded, _, unit, group, schedule) = factors, options
+    (a, *more), (eps, recipe, sharded, _, unit, group, schedule) = factors, options
     extras = _extras(bias, residual) | {"norm_weight": norm_weight[None]}
     how: dict[str, Any] = {"rows": a.shape[0], "unit": unit if sharded else 1, "extras": extras, "more": more}
-    return matmul_call("matmul_all_reduce", a, bs, group, schedule, norm_eps=eps, residual_sharded=sharded, **how)
+    how |= {"norm_eps": eps, "norm_recipe": recipe, "residual_sharded": sharded}
+    return matmul_call("matmul_all_reduce", a, bs, group, schedule, **how)
 
 
 def _fake_norm(
     factors: list[torch.Tensor], bs: list[torch.Tensor], bias: Any, residual: Any, norm_weight: Any, options: _NormOptions
 ) -> list[torch.Tensor]:
     a, n = factors[0], bs[0].shape[1]
-    return [a.new_empty(a.shape[0], n), a.new_empty(options.rows_of_sum, n)]
+    return [*_new_norm(a, a.shape[0], n, options.norm_recipe), a.new_empty(options.rows_of_sum, n)]
 
 
 flat_matmul_all_reduce_norm = define("matmul_all_reduce_norm", _run_norm, _fake_norm, returns=list[torch.Tensor])
-"""The operator weft::matmul_all_reduce_norm, which takes matrices. It returns the norm, and what it is the norm of."""
+"""The operator weft::matmul_all_reduce_norm, which takes matrices. It returns the norm, its scales if it is quantised, and what
+it is the norm of."""
 
 
 def _run_sum_norm(
@@ -288,21 +335,25 @@ def _run_sum_norm(
     residual: torch.Tensor | None,
     norm_weight: torch.Tensor,
     eps: float,
+    norm_recipe: str,
     group: str,
     schedule: str,
 ) -> AllReduceCall:
     extras = _extras(bias, residual) | {"norm_weight": norm_weight[None]}
     staging_bytes = staging_from_environment(x.device)
-    how: dict[str, Any] = {"group": group, "schedule": schedule, "extras": extras, "norm_eps": eps}
+    how: dict[str, Any] = {"group": group, "schedule": schedule, "extras": extras}
+    how |= {"norm_eps": eps, "norm_recipe": norm_recipe}
     return AllReduceCall(op="all_reduce", a=x.contiguous(), staging_bytes=staging_bytes, **how)
 
 
-def _fake_sum_norm(x: torch.Tensor, *_: Any) -> list[torch.Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2)]
+def _fake_sum_norm(
+    x: torch.Tensor, bias: Any, residual: Any, norm_weight: Any, eps: float, norm_recipe: str, *_: Any
+) -> list[torch.Tensor]:
+    return [*_new_norm(x, x.shape[0], x.shape[1], norm_recipe), x.new_empty(x.shape)]
 
 
 flat_all_reduce_norm = define("all_reduce_norm", _run_sum_norm, _fake_sum_norm, returns=list[torch.Tensor])
-"""The operator weft::all_reduce_norm, which takes matrices. It returns the norm, and what it is the norm of."""
+"""The operator weft::all_reduce_norm, which takes matrices. It returns the same."""
 
 
 def _extras(bias: torch.Tensor | None, residual: torch.Tensor | None) -> dict[str, torch.Tensor]:

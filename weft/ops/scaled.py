@@ -85,7 +85,10 @@ def quantised(op: Op, a: torch.Tensor, bs: Sequence[torch.Tensor], given: ScaleA
         raise ValueError(f"a is {a.dtype} and b {bs[0].dtype}; FP8 operands come with {needs}")
     if len(scales) != len(bs):
         raise ValueError(f"scale_b has {len(scales)} tensors for {len(bs)} b; pass one for each")
-    fits = [_given_recipe(given.get("scale_recipe_a"))] if scale_a is None else []
+    fits: list[list[Recipe]] = []
+    if scale_a is None:  # a may be quantised by the caller's recipe, or by any
+        named = given.get("scale_recipe_a")
+        fits = [list(RECIPES) if named is None else [recipe_of_rows("a", named)]]
     fits += [] if scale_a is None else [_recipes("a", a, scale_a, given.get("scale_recipe_a"))]
     fits += [_recipes("b", b, scale, given.get("scale_recipe_b")) for b, scale in zip(bs, scales, strict=True)]
     recipe = next((recipe for recipe in RECIPES if all(recipe in some for some in fits)), None)
@@ -163,14 +166,13 @@ def _recipes(operand: Literal["a", "b"], matrix: torch.Tensor, scale: Any, named
     return fits
 
 
-def _given_recipe(named: Any) -> list[Recipe]:
-    """Return the recipes by which a may be quantised: the caller's recipe, or all if it is None."""
-    if named is None:
-        return list(RECIPES)
+def recipe_of_rows(operand: str, named: Any) -> Literal["rowwise", "blockwise"]:
+    """Return the caller's recipe by which rows are quantised. Raises ValueError for another one."""
     found = _RECIPES.get(getattr(named, "name", str(named)), {}).get("a")
-    if found not in ("rowwise", "blockwise"):
-        raise ValueError(f"scale_recipe_a is {getattr(named, 'name', named)}; a is quantised by RowWise or BlockWise1x128")
-    return [found]
+    if found != "rowwise" and found != "blockwise":
+        what = f"scale_recipe_{operand} is {getattr(named, 'name', named)}"
+        raise ValueError(f"{what}; {operand} is quantised by RowWise or BlockWise1x128")
+    return found
 
 
 def _shape(operand: Literal["a", "b"], matrix: torch.Tensor, recipe: Any) -> list[int]:

@@ -17,6 +17,7 @@ from weft.core.problem import LookupProblem, Scaling, Span1D
 from weft.core.schedule import Gemm, Norm, Part, Region, Sum, runs
 from weft.runtime.bindings import Bindings, CallTensors, FactorScales, Issue, NotPreparedError, in_turn
 from weft.runtime.launches import IssuedCall, Matmul
+from weft.runtime.products import quantise
 
 
 def groups(parts: Sequence[Part]) -> list[list[Part]]:
@@ -185,9 +186,14 @@ def add_up(bindings: Bindings, part: Sum, divide_by: int) -> None:
 
 
 def normalise(bindings: Bindings, step: Norm) -> None:
-    """Write the norms of rows, times the norm's weight, to the step's result."""
-    rows, weight = bindings.view(step.src).float(), bindings.view(step.weight)
-    bindings.view(step.out).copy_(torch.nn.functional.rms_norm(rows, rows.shape[1:], weight[0].float(), step.eps))
+    """Write the norms of rows, times the norm's weight, to the step's result. If that is FP8, quantise them before they are
+    rounded."""
+    rows, weight, out = bindings.view(step.src).float(), bindings.view(step.weight), bindings.view(step.out)
+    found = torch.nn.functional.rms_norm(rows, rows.shape[1:], weight[0].float(), step.eps)
+    if scales := bindings.scale_views(step.out):
+        quantise(found, out, scales[0], bindings.scalings["norm"])
+    else:
+        out.copy_(found)
 
 
 def _columns(region: Region, cols: Span1D) -> Region:

@@ -68,7 +68,7 @@ class Bindings:
         (weft.core.problem.Problem.products).
     loose: inputs outside the schedule's buffers, by name, such as a lookup's tables and indices.
     scales: the scales of each matrix of a buffer of FP8 elements.
-    scaling: says which elements share a scale.
+    scalings: by operand that is FP8, which elements share a scale.
     buffers: the schedule's buffers, by name.
     rank: the rank whose call it is.
     given: the names of the caller's buffers. The caller's other tensors are never those of a buffer, whatever a schedule's
@@ -81,12 +81,17 @@ class Bindings:
     stacked: dict[tuple[str, int], Sequence[torch.Tensor]] = field(default_factory=dict)
     loose: dict[str, Sequence[torch.Tensor]] = field(default_factory=dict)
     scales: dict[tuple[str, int], Sequence[torch.Tensor]] = field(default_factory=dict)
-    scaling: Scaling | None = None
+    scalings: Mapping[str, Scaling] = field(default_factory=dict)
     buffers: Mapping[str, Buffer] = field(default_factory=dict)
     rank: int = 0
     given: frozenset[str] = frozenset()
     scale_names: Mapping[str, str] = field(default_factory=dict)
     stacks_b: bool = False
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """The scaling of the factors of products."""
+        return self.scalings.get("a")
 
     def of_call(self, inputs: Inputs, outputs: Outputs) -> Bindings:
         """Return the bindings of a call, which has these and the caller's tensors."""
@@ -95,7 +100,7 @@ class Bindings:
             {},
             {},
             dict(self.scales),
-            self.scaling,
+            self.scalings,
             self.buffers,
             self.rank,
             self.given,
@@ -188,8 +193,7 @@ class Bindings:
     def _scale_places(self, region: Region, cols: Span1D) -> tuple[Span1D, Span1D]:
         operand = self.buffers[region.buffer].operand
         assert operand, f"{region} is not of FP8"
-        assert self.scaling is not None, "the problem has no scaling"
-        return self.scaling.scales_of(operand, region.rows, cols)
+        return self.scalings[operand].scales_of(operand, region.rows, cols)
 
     def scale_region(self, region: Region) -> Region:
         """Return where the scales of a region are in the matrix of its buffer's scales."""

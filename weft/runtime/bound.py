@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from weft.core.errors import warn_once
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import CollectiveProblem, RaggedProblem
 from weft.core.schedule import (
@@ -167,22 +168,25 @@ class BoundProgram(Site):
             return problem.sums and resources.runs_lookups(self.dtype)
         if isinstance(step, Push) and quantises(step, self.schedule):
             return resources.quantises
+        if isinstance(step, Norm) and problem.norm_recipe and not resources.quantises:
+            if resources.device.type == "cuda":
+                warn_once(f"{resources.device} cannot convert to FP8 in kernels: norms are quantised by torch's operations")
+            return False
         # If tiles of a GEMM wait on SMs, the steps that they wait for run on reserved SMs.
         return resources.runs_kernels(self.dtype, problem.scaling if isinstance(step, (Gemm, Push)) else None)
 
     def dtype_of(self, buffer: str) -> torch.dtype:
         """Return the dtype of a buffer's elements."""
-        found, scaling = self.schedule.buffer[buffer], self.schedule.problem.scaling
-        if found.operand and scaling is not None:
-            return DTYPES[scaling.a if found.operand == "a" else scaling.b]
+        found = self.schedule.buffer[buffer]
+        if scaling := self.schedule.problem.scalings.get(found.operand):
+            return DTYPES[scaling.b if found.operand == "b" else scaling.a]
         return torch.float32 if found.float32 else self.dtype
 
     def scales_shape(self, buffer: str, rank: int) -> tuple[int, int]:
         """Return the shape of the scales of a buffer of FP8 elements on a rank."""
-        found, scaling = self.schedule.buffer[buffer], self.schedule.problem.scaling
+        found = self.schedule.buffer[buffer]
         assert found.operand, f"{buffer} is not of FP8"
-        assert scaling is not None, "the problem has no scaling"
-        return scaling.scales_shape(found.operand, found.rows[rank], found.cols[rank])
+        return self.schedule.problem.scalings[found.operand].scales_shape(found.operand, found.rows[rank], found.cols[rank])
 
     def loading(self) -> AbstractContextManager[None]:
         """Return a context in which kernels may be loaded."""
@@ -303,7 +307,7 @@ class BoundProgram(Site):
 
     def _fixed_bindings(self) -> Bindings:
         bindings = Bindings(
-            scaling=self.schedule.problem.scaling,
+            scalings=self.schedule.problem.scalings,
             buffers=self.schedule.buffer,
             rank=self.rank,
             given=self._given,

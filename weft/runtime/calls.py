@@ -38,7 +38,7 @@ from weft.core.problem import (
 from weft.core.span import Span
 from weft.runtime.bindings import Inputs, Outputs, scales_name
 
-_GATHERED_SCALES = scales_name("gathered")
+_GATHERED_SCALES, _NORMED_SCALES = scales_name("gathered"), scales_name("normed")
 _M: dict[Op, str] = {
     "all_gather_matmul": "rows of a of all ranks together (if ranks have different numbers of rows, pass rows= to the call, "
     "or DTensors to a parallel style, by use_local_output=False of the style before)",
@@ -190,7 +190,7 @@ class MatmulCall(Call):
     more: further factors a of an operator of REDUCTIONS. Its result is the sum of the products of each a with its b.
     extras: further inputs by name, one matrix each.
     scales: the scales and the dtype of the result, for FP8 operands.
-    norm_eps, residual_sharded: as in weft.core.problem.Problem; extras then have norm_weight.
+    norm_eps, norm_recipe, residual_sharded: as in weft.core.problem.Problem; extras then have norm_weight.
     weight_gradients, x: as in weft.core.problem.Problem. Results are then also the gradients, one [columns of a, N] for each a.
     """
 
@@ -206,13 +206,14 @@ class MatmulCall(Call):
     weight_gradients: Literal["", "whole", "shard"] = ""
     x: torch.Tensor | None = None
     norm_eps: float | None = None
+    norm_recipe: Literal["", "rowwise", "blockwise"] = ""
     residual_sharded: bool = False
 
     def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
-        """Return the products, after their norm if there is one; then, if requested, the gathered rows and their scales, or the
-        gradients of weights."""
+        """Return the products, after their norm and its scales if there are any; then, if requested, the gathered rows and
+        their scales, or the gradients of weights."""
         gathered = outputs.get("gathered", []) + outputs.get(_GATHERED_SCALES, [])
-        return outputs.get("normed", []) + outputs["out"] + gathered + outputs.get("gradients", [])
+        return normed_of(outputs) + outputs["out"] + gathered + outputs.get("gradients", [])
 
     @property
     def inputs(self) -> Inputs:
@@ -249,7 +250,7 @@ class MatmulCall(Call):
         a, shapes = self.a, tuple([b.shape for b in self.bs])
         fixed = (self.op, self.rows, self.row_multiple, self.schedule, self.return_gathered, self.reduce_op)
         scaled = None if self.scales is None else self.scales.key
-        summed = len(self.more), self.weight_gradients, self.norm_eps, self.residual_sharded
+        summed = len(self.more), self.weight_gradients, self.norm_eps, self.norm_recipe, self.residual_sharded
         return (fixed, a.shape, a.dtype, a.get_device(), shapes, scaled, summed, *self.extras)
 
     def describe(self) -> str:
@@ -259,7 +260,9 @@ class MatmulCall(Call):
         scaled = "" if self.scales is None else self.scales.describe()
         summed = "their products are added up: yes\n" if self.more else ""
         summed += f"gradients of weights, x {self.weight_gradients}: yes\n" if self.weight_gradients else ""
-        summed += "" if self.norm_eps is None else f"eps: {self.norm_eps!r}\nresidual_sharded: {self.residual_sharded}\n"
+        if self.norm_eps is not None:
+            summed += f"eps: {self.norm_eps!r}\nscale recipe of the norm: {self.norm_recipe or 'none'}\n"
+            summed += f"residual_sharded: {self.residual_sharded}\n"
         return (
             f"op: {self.op}\n{_M.get(self.op, 'M')}: {self.rows}\nrow_multiple: {self.row_multiple}\n{common}\n"
             f"number of b: {len(self.bs)}\n{summed}"
@@ -299,6 +302,7 @@ class MatmulCall(Call):
             b_sizes=() if regular else shares,
             addends=tuple(name for name in ADDENDS if name in self.extras),
             norm_eps=self.norm_eps,
+            norm_recipe=self.norm_recipe,
             residual_sharded=self.residual_sharded,
             products=1 + len(self.more),
             weight_gradients=self.weight_gradients,
@@ -315,6 +319,11 @@ class MatmulCall(Call):
             dtype=_name(self.a.dtype),  # type: ignore[arg-type]
             return_gathered=self.return_gathered,
         )
+
+
+def normed_of(outputs: Outputs) -> list[torch.Tensor]:
+    """Return the norm and its scales, if there are any."""
+    return outputs.get("normed", []) + outputs.get(_NORMED_SCALES, [])
 
 
 def matmul_call(

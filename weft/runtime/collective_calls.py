@@ -14,7 +14,7 @@ from weft.core import __version__
 from weft.core.problem import ADDENDS, ITEMSIZE, CollectiveProblem
 from weft.runtime.bindings import Inputs, Outputs
 from weft.runtime.bound import DTYPES
-from weft.runtime.calls import Call
+from weft.runtime.calls import Call, normed_of
 
 STAGING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 24}
 """The default limit of a rank's symmetric memory for collectives of one size and type. On CPUs it is in /dev/shm, which is
@@ -177,16 +177,17 @@ class AllReduceCall(Call):
 
     a: [M, N], contiguous.
     extras: further inputs by name: bias [1, N], residual [M, N], norm_weight [1, N].
-    norm_eps: as in weft.core.problem.Problem; extras then have norm_weight.
+    norm_eps, norm_recipe: as in weft.core.problem.Problem; extras then have norm_weight.
     """
 
     a: torch.Tensor
     staging_bytes: int
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     norm_eps: float | None = None
+    norm_recipe: Literal["", "rowwise", "blockwise"] = ""
 
     def results_of(self, outputs: Outputs) -> list[torch.Tensor]:
-        return outputs.get("normed", []) + outputs["out"]
+        return normed_of(outputs) + outputs["out"]
 
     @property
     def inputs(self) -> Inputs:
@@ -203,7 +204,7 @@ class AllReduceCall(Call):
 
     @property
     def key(self) -> tuple[object, ...]:
-        fixed = (self.op, self.schedule, self.staging_bytes, self.norm_eps)
+        fixed = (self.op, self.schedule, self.staging_bytes, self.norm_eps, self.norm_recipe)
         return (*fixed, self.a.shape, self.a.dtype, self.a.get_device(), *self.extras)
 
     def describe(self) -> str:
@@ -215,6 +216,7 @@ class AllReduceCall(Call):
             f"device: {self.device.type}",
             *(f"with {name}: yes" for name in self.extras),
             f"eps: {self.norm_eps!r}",
+            f"scale recipe of the norm: {self.norm_recipe or 'none'}",
             f"schedule: {self.schedule}",
             f"staging_bytes: {self.staging_bytes}",
             f"weft: {__version__}",
@@ -231,6 +233,7 @@ class AllReduceCall(Call):
             dtype=_SUMMED[self.a.dtype],  # type: ignore[arg-type]
             addends=tuple(name for name in ADDENDS if name in self.extras),
             norm_eps=self.norm_eps,
+            norm_recipe=self.norm_recipe,
             staging_bytes=min(shares),
         )
 

@@ -334,10 +334,11 @@ class CudaProgram(BoundProgram):
 
     def _scales_of(self, region: Region) -> tuple[tuple[int, int], Address]:
         """Return the shape of a region's scales, and their address in a call."""
-        key, buffer, scaling = (region.buffer, region.rank), self.schedule.buffer[region.buffer], self.schedule.problem.scaling
+        key, buffer = (region.buffer, region.rank), self.schedule.buffer[region.buffer]
         assert buffer.operand, f"{region} is not of FP8"
-        assert scaling is not None, "the problem has no scaling"
-        (top, bottom), (left, right) = scaling.scales_of(buffer.operand, region.rows, region.cols)
+        (top, bottom), (left, right) = self.schedule.problem.scalings[buffer.operand].scales_of(
+            buffer.operand, region.rows, region.cols
+        )
         pitch = 4 * self.scales_shape(region.buffer, region.rank)[1]
         offset = top * pitch + 4 * left
         return (bottom - top, right - left), Address(lambda bindings: bindings.scales[key][0].data_ptr() + offset, pitch)
@@ -358,7 +359,7 @@ class CudaProgram(BoundProgram):
         def prepare(call: IssuedCall, tensors: CallTensors) -> Issue:
             run, bindings, views = self.collectives[id(step)].whole, tensors.bindings, tensors.views
             dst, src = bindings.view(step.dst), bindings.view(step.src)
-            if run is None or bindings.scaling is not None or not (dst.is_contiguous() and src.is_contiguous()):
+            if run is None or bindings.scalings or not (dst.is_contiguous() and src.is_contiguous()):
                 raise NotPreparedError("it is not one collective of whole matrices")
             there, here = tensors.view(dst), tensors.view(src)
             return lambda stream: run(views[there], views[here])

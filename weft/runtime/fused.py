@@ -253,7 +253,9 @@ class FusedNorm(StepKernel):
 
     def launch(self, bindings: Bindings, *, silent: bool, tries: int, sms: int, stream: int | None = None) -> None:
         src, weight, out = (bindings.view(region) for region in (self.step.src, self.step.weight, self.step.out))
-        norm(src, weight, out, eps=self.step.eps, sms=sms, launched_by=self.launched_by, stream=stream)
+        scales = next(iter(bindings.scale_views(self.step.out)), None)
+        eps, launched_by = self.step.eps, self.launched_by
+        norm(src, weight, out, eps=eps, sms=sms, scales=scales, launched_by=launched_by, stream=stream)
 
 
 class FusedSum(StepKernel):

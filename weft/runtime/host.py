@@ -233,11 +233,11 @@ class HostProgram(BoundProgram):
 
     def copier(self, src: Region, dst: Region) -> Callable[[Bindings, int], None]:
         scaling, becomes = self.schedule.problem.scaling, self.schedule.buffer[dst.buffer].operand
-        if scaling is not None and becomes and not self.schedule.buffer[src.buffer].operand:
+        if scaling is not None and becomes == "a" and not self.schedule.buffer[src.buffer].operand:
             return partial(_quantise, src, dst, scaling)
 
         def run(bindings: Bindings, stream: int) -> None:
-            if bindings.scaling is not None:
+            if bindings.scalings:
                 for there, here in zip(bindings.scale_views(dst), bindings.scale_views(src), strict=True):
                     there.copy_(here)
             for (there, _), (here, _) in zip(bindings.pieces(dst), bindings.pieces(src), strict=True):

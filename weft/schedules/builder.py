@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from weft.core.problem import Problem, Span1D, split
+from weft.core.problem import Operand, Problem, Span1D, split
 from weft.core.schedule import (
     Buffer,
     Copy,
@@ -112,7 +112,7 @@ class Builder:
         self._normed = set[int]()
         if self.problem.norm_eps is not None:
             self.add_buffer("norm_weight", "input", 1, self.problem.n)
-            self.add_buffer("normed", "output", self.problem.m, self.problem.n)
+            self.add_buffer("normed", "output", self.problem.m, self.problem.n, operand="norm")
 
     @property
     def quantises(self) -> bool:
@@ -156,16 +156,16 @@ class Builder:
         cols: int | Sequence[int],
         *,
         float32: bool = False,
-        operand: Literal["", "a", "b"] = "",
+        operand: Literal["", Operand] = "",
         by_columns: bool = False,
     ) -> None:
         """Add a buffer.
 
         rows, cols: by rank, or one number for all ranks.
-        operand: the operand whose rows it holds. They are FP8 if the problem's operands are.
+        operand: the operand whose rows it holds. They are FP8 if the problem has a scaling of it.
         """
         height, width = ([size] * self.world_size if isinstance(size, int) else size for size in (rows, cols))
-        scaled = operand if self.problem.scaling is not None and not (name == "a" and self.quantises) else ""
+        scaled = operand if operand in self.problem.scalings and not (name == "a" and self.quantises) else ""
         self._buffers[name] = Buffer(name, kind, tuple(height), tuple(width), float32, scaled, by_columns)
 
     def region(self, name: str, rank: int, rows: Span1D | None = None, cols: Span1D | None = None) -> Region:

@@ -53,6 +53,7 @@ weft.kernels.all_reduce).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from weft.core.problem import Span1D, split
 from weft.core.schedule import (
@@ -106,7 +107,7 @@ class _Everywhere(Builder):
     def add_fused_collective(self, rank: int, factors: tuple[str, ...], *, hops: int) -> None:
         """Add the kernel that sums over ranks. factors: the two factors of the product, or a buffer that has the product."""
         found = tuple(self.region(factor, rank) for factor in factors)
-        norm = self.take_norm(rank) if hops == 1 else None
+        norm = self.take_norm(rank) if hops == 1 and not self.problem.norm_recipe else None
         out = self.region("out", rank)
         self.add_steps(rank, "compute", FusedCollective("all_reduce", found, out, hops, self.addends(rank), norm=norm))
 
@@ -132,7 +133,7 @@ def _sequential_shards(request: Request) -> Schedule:
     s = ScatterBuilder(request, sums_in="out", recv=False)
     own, n = s.shard_rows, s.problem.n
     s.add_buffer("mine", "local", own, n)
-    s.add_buffer("own_normed", "local", own, n)
+    s.add_buffer("own_normed", "local", own, n, operand="norm")
     for rank in s.ranks_with_work:
         partial, mine, out, normed = (s.region(name, rank) for name in ("partial", "mine", "out", "own_normed"))
         s.add_gemm(rank, [s.part(rank, (0, s.problem.m))])
@@ -182,10 +183,11 @@ class _TokenSplit(ScatterBuilder):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request, copies=True, sums_in="out")
-        self.add_buffer("landing", "symmetric", self.problem.m, self.problem.n)
         self._normed.update(self.ranks)  # row by row, not as the last step
         self.sent = "normed" if self.problem.residual_sharded else "out"
         """What a rank sends of its rows, once they are summed."""
+        operand: Literal["", "norm"] = "norm" if self.problem.residual_sharded else ""
+        self.add_buffer("landing", "symmetric", self.problem.m, self.problem.n, operand=operand)
 
     def multiply(self, rank: int, index: int) -> None:
         """Add the products of chunk `index` of every shard, and their copies to the owners. The own shard's comes last."""

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from weft.core.problem import SUMMED_WHOLE, CollectiveProblem, ColumnProblem
+from weft.core.problem import SUMMED_WHOLE, CollectiveProblem, ColumnProblem, Problem
 from weft.perf.lanes import (
     ComputeLane,
     CopyLanes,
@@ -302,14 +302,24 @@ def _norm_us(rank: Rank) -> float:
     if problem.norm_eps is None:
         return 0.0
     rows = rank.shard_rows if problem.residual_sharded else problem.m
-    return rank.launch_us + hbm_us(rank.machine, 2 * rows * problem.n * problem.itemsize)
+    return rank.launch_us + hbm_us(rank.machine, rows * (problem.n * problem.itemsize + problem.normed_row_bytes))
+
+
+def _norm_ratio(problem: Problem) -> float:
+    """Return the bytes of the norm, for each byte of the sum."""
+    return problem.normed_row_bytes / max(problem.n * problem.itemsize, 1)
+
+
+def _norm_after_us(rank: Rank, hops: int) -> float:
+    """Return the time of a norm after a kernel that exchanges. In one hop the kernel computes it, but does not quantise."""
+    return 0.0 if hops == 1 and not rank.problem.norm_recipe else _norm_us(rank)
 
 
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
     """Return the time of one kernel that multiplies and exchanges, or only exchanges."""
     machine = rank.machine
     if isinstance(rank.problem, CollectiveProblem):
-        return rank.launch_us + _exchange_us(rank, hops) + (_norm_us(rank) if hops == 2 else 0.0)
+        return rank.launch_us + _exchange_us(rank, hops) + _norm_after_us(rank, hops)
     if machine.gpu.capabilities:
         cost, fixed_us = streamed_cost(machine, rank.problem, hops), machine.kernels.exchange_us
     else:
@@ -318,37 +328,42 @@ def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
     x_at_us = lanes.enqueue_x()
     lane.free_at_us = rank.launch_us + fixed_us + cost.busy_us * rank.power_slowdown(0.0, cost) + _exchange_us(rank, hops)
     lane.enqueue_weight_gradients(x_at_us=x_at_us)
-    return lane.free_at_us + (_norm_us(rank) if hops == 2 else 0.0)
+    return lane.free_at_us + _norm_after_us(rank, hops)
 
 
 def estimate_all_reduce_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
     """Return the time of a matmul and an all-reduce: after each other, or an overlapping reduce-scatter and an all-gather."""
     if family.sends_sums:
         return _token_split_us(rank, chunks)
-    in_kernel = family.matmul == "whole" and family.scatter == "store_kernel" and _stored_hops(rank) == 1
-    return _sum_us(rank, family, chunks) + (0.0 if in_kernel else _norm_us(rank))
+    hops = _stored_hops(rank) if family.matmul == "whole" and family.scatter == "store_kernel" else 2
+    return _sum_us(rank, family, chunks) + _norm_after_us(rank, hops)
 
 
 def _token_split_us(rank: Rank, chunks: int) -> float:
     """Return the time of a matmul whose chunks of rows are summed by their owners and sent to all, each during the next one."""
     problem, machine = rank.problem, rank.machine
     scatter = Rank(
-        dataclasses.replace(problem, op="matmul_reduce_scatter", addends=(), norm_eps=None, residual_sharded=False), machine
+        dataclasses.replace(
+            problem, op="matmul_reduce_scatter", addends=(), norm_eps=None, norm_recipe="", residual_sharded=False
+        ),
+        machine,
     )
     lengths = chunk_lengths(rank.shard_rows, chunks)
     lane, lanes = ComputeLane(rank), CopyLanes(scatter, 2 * len(lengths), take_turns=True, matmul_us=rank.matmul_us)
     out_at_us, landed, sharded = rank.fork_us, list[float](), problem.residual_sharded
+    ratio = _norm_ratio(problem)
+    sent = ratio if sharded else 1.0
 
     def normalise(row_bytes: float) -> None:
         if problem.norm_eps is not None:
-            lane.enqueue_kernel(hbm_us(machine, 2 * row_bytes))
+            lane.enqueue_kernel(hbm_us(machine, (1 + ratio) * row_bytes))
 
     def collect(at_us: Sequence[float], piece_bytes: float) -> None:
         nonlocal out_at_us
         for one_at_us in at_us:
             waited_us = max(0.0, one_at_us - out_at_us)
             out_at_us += waited_us + min(rank.wake_us, waited_us) + rank.flag_us
-            out_at_us += machine.copies.copy_us + hbm_us(machine, 2 * piece_bytes)
+            out_at_us += machine.copies.copy_us + hbm_us(machine, 2 * sent * piece_bytes)
             if not sharded and problem.norm_eps is not None:
                 lane.enqueue_wait(out_at_us)
                 normalise(piece_bytes)
@@ -378,7 +393,7 @@ def _token_split_us(rank: Rank, chunks: int) -> float:
         for number, distance in enumerate(rank.distances):
             if number == 0 or machine.fans_out:
                 lanes.enqueue_wait(distance, summed_at_us)
-            landed.append(lanes.enqueue_copy(distance, piece_bytes, in_turn=False))
+            landed.append(lanes.enqueue_copy(distance, sent * piece_bytes, in_turn=False))
     collect(landed, piece_bytes)
     return max(lane.free_at_us, lanes.joined_at_us, out_at_us + rank.fork_us)
 
@@ -402,7 +417,7 @@ def _sum_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
         if problem.addends:
             lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * product_bytes))
         return lane.free_at_us
-    scattered = dataclasses.replace(problem, op="matmul_reduce_scatter", addends=(), norm_eps=None)
+    scattered = dataclasses.replace(problem, op="matmul_reduce_scatter", addends=(), norm_eps=None, norm_recipe="")
     ends = overlapped_scatter_ends(Rank(scattered, machine), family, chunks)
     gather_us = collective_us(machine, "all_gather", scattered.shard_bytes, problem.world_size, problem.nodes)
     padding_us = padded_us(machine, "all_gather", problem, product_bytes)
@@ -412,9 +427,9 @@ def _sum_us(rank: Rank, family: FamilyTraits, chunks: int) -> float:
 def _sharded_sum_us(rank: Rank, lane: ComputeLane) -> float:
     """Return the time at which NCCL has scattered the sum, and gathered the norm that each rank computes of its rows."""
     problem, machine = rank.problem, rank.machine
-    for op in ("reduce_scatter", "all_gather"):
-        lane.free_at_us += collective_us(machine, op, rank.shard_bytes, problem.world_size, problem.nodes)
-        lane.free_at_us += padded_us(machine, op, problem, problem.m * problem.n * problem.itemsize)
+    for op, ratio in (("reduce_scatter", 1.0), ("all_gather", _norm_ratio(problem))):
+        lane.free_at_us += collective_us(machine, op, ratio * rank.shard_bytes, problem.world_size, problem.nodes)
+        lane.free_at_us += padded_us(machine, op, problem, ratio * problem.m * problem.n * problem.itemsize)
     if problem.addends:
         lane.enqueue_kernel(hbm_us(machine, (2 + len(problem.addends)) * rank.shard_bytes))
     return lane.free_at_us
