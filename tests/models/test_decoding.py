@@ -261,12 +261,39 @@ def test_parts_of_a_model_run_alone() -> None:
         assert_close(model.model.norm(x), alone.model.norm(x))
 
 
+def _steered(model: Any, compiled: bool) -> torch.Tensor:
+    """Layers one by one, between which the hidden states are changed in place."""
+    decoder, x = model.model, torch.randn(2, 1, 32, generator=torch.Generator().manual_seed(3))
+    positions = torch.zeros(2, 1, dtype=torch.long)
+    how = {"position_embeddings": decoder.rotary_emb(x, positions), "position_ids": positions, "attention_mask": None}
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        for layer in decoder.layers:
+            out = layer(hidden, **how)
+            hidden = out[0] if isinstance(out, tuple) else out
+            hidden += torch.arange(32.0) / 8
+        return decoder.norm(hidden)  # type: ignore[no-any-return]
+
+    return torch.compile(forward, backend="aot_eager")(x) if compiled else forward(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_that_are_called_by_hand_may_change_their_results_in_place(mode: str, compiled: bool) -> None:
+    alone = tiny("llama")
+    model = sharded(alone, few_tokens=6)
+    with getattr(torch, mode)(), counted() as rows:
+        assert_close(_steered(model, compiled), _steered(alone, compiled))
+        assert rows, "the norms within the layers are still fused"
+
+
 def test_a_norm_that_is_called_with_another_tensor() -> None:
     """It computes as before, and what was computed ahead is dropped. Equal values are another tensor."""
     hidden, normed = torch.ones(2, 4), torch.zeros(2, 4)
     ahead = NormAhead(norm=nn.Identity())
     for given, found in ((hidden.clone(), None), (hidden, normed)):
-        ahead.hidden, ahead.normed = hidden, normed
+        ahead.put(hidden, normed)
         assert ahead.take(given) is found
         assert ahead.take(hidden) is None
 

@@ -184,6 +184,34 @@ def test_a_program_that_is_closed_is_looked_at_no_more(ranks: Ranks, captured: C
     assert program.looks == looks
 
 
+def test_a_program_that_is_removed_during_a_look_takes_no_bound_from_others(
+    ranks: Ranks,
+    captured: Callable[..., Replayed],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was late, and its look ends with an error, since it has dropped what a look reads. Another one is late after it."""
+    monkeypatch.setattr(watchdog, "_ASK_S", 0.05)
+    ranks.rank_group.timeout_s = LONG_S
+    programs, answers, asked = ranks.resources.watchdog.captured_programs, threading.Event(), threading.Event()
+    program, other = captured("a program"), captured("the other")
+    program.step = 2
+    assert program.looked_at()
+
+    def look() -> tuple[tuple[int, ...], bool]:
+        asked.set()
+        answers.wait(LONG_S)
+        raise AttributeError("dropped")
+
+    program.look = look  # type: ignore[method-assign]
+    assert asked.wait(LONG_S)
+    assert not programs.remove(program)
+    other.step = 2
+    answers.set()
+    assert other.looked_at(10)
+    assert programs.all() == [other]
+    assert programs.find_late(0.0) is other
+
+
 def test_a_program_that_is_read_keeps_its_memory_when_it_is_closed(
     ranks: Ranks,
     monkeypatch: pytest.MonkeyPatch,

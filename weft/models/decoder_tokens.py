@@ -114,6 +114,7 @@ class DecoderTokens(Tokens):
     """The token layout of one decoder. Its methods are the decoder's hooks, so a copy of the model gets hooks of its own copy.
 
     open: `total`, or 0, from the start of a forward until its gather at the end. None outside.
+    entered: the decoder's own forward runs.
     running: a layer runs.
     several: forwards had different values of `total`.
     _seen: (batch, tokens of each rank, whether these are all tokens) of calls where the last does not follow from the others.
@@ -124,6 +125,7 @@ class DecoderTokens(Tokens):
     mesh: DeviceMesh
     few_tokens: int
     open: int | None = None
+    entered: bool = False
     running: bool = False
     several: bool = False
     _noted: bool = False
@@ -132,7 +134,7 @@ class DecoderTokens(Tokens):
 
     def begin(self, module: Any, args: Any) -> None:
         """Reset the tokens to whole, even if an earlier call ended early. This is a pre-hook of the decoder."""
-        self.open = 0
+        self.open, self.entered = 0, True
 
     def cut_output(self, module: Any, args: Any, out: Any) -> Any:
         """Cut the output of a module that runs whole to this rank's [B, s, H] if tokens are sharded. This is a forward hook."""
@@ -153,7 +155,7 @@ class DecoderTokens(Tokens):
 
     def gathered_at_end(self, x: torch.Tensor) -> torch.Tensor:
         """Gather at the end of a forward pass. Tokens then stay whole until a layer runs again."""
-        total, self.open = self.open, None
+        total, self.open, self.entered = self.open, None, False
         if total is None and recomputes():
             total = self.of_part(x)
         return gathered(x, self.mesh.get_group(), 1, total) if total else x
@@ -235,7 +237,8 @@ def noting_tokens(cls: type[Any], position: int) -> type[Any]:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         tokens.note(hidden, length_of_positions(args, kwargs, position))
         before, tokens.running = tokens.running, True
-        rows = [] if tokens.sharded() or torch.is_grad_enabled() else deferring_rows(self)
+        whole = not tokens.sharded() and not torch.is_grad_enabled()
+        rows = deferring_rows(self, in_decoder=tokens.entered) if whole else []
         for row in rows:
             row._weft_defers = True
         try:

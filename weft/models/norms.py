@@ -7,8 +7,10 @@ A decoder layer of transformers does this twice:
 
 In a call without gradients whose tokens are whole on every rank, the row linear does not multiply. It returns a PartialSum,
 which the block passes on. When the layer adds that to the residual, one call computes `hidden` and `normed`. The layer goes on
-with `hidden`, and the following norm returns `normed` if it is called with that very tensor. If it is called with another one,
-it computes as before. So a layer that runs alone, or as the last one, gives the same results.
+with `hidden`, and the following norm returns `normed` if it is called with that very tensor, unchanged. If it is called with
+another one, it computes as before. So a layer that runs alone, or as the last one, gives the same results. torch counts changes
+in place, but not of inference tensors, nor in compiled code. There, a norm of the next layer is computed ahead only within the
+decoder's own forward, which changes nothing between layers.
 
     o_proj, down_proj    PartialSum --residual + ...--> matmul_all_reduce_norm --> hidden, and normed in NormAhead
     following norm       hidden --> normed
@@ -53,15 +55,20 @@ class NormAhead:
 
     norm: the norm that follows a row linear.
     hidden, normed: the last sum, and its norm, until `norm` is called.
+    version: how often the sum had been changed in place, where torch counts that.
     """
 
     norm: nn.Module
     hidden: Tensor | None = None
     normed: Tensor | None = None
+    version: int = 0
+
+    def put(self, hidden: Tensor, normed: Tensor) -> None:
+        self.hidden, self.normed, self.version = hidden, normed, _version(hidden)
 
     def take(self, x: Tensor) -> Tensor | None:
-        """Return the norm of x if it is known. Either way, what is known is dropped."""
-        found = self.normed if x is self.hidden else None
+        """Return the norm of x if it is known, and x has not changed since. Either way, what is known is dropped."""
+        found = self.normed if x is self.hidden and _version(x) == self.version else None
         self.drop()
         return found
 
@@ -86,7 +93,7 @@ class PartialSum:
         ahead, (x, factor) = self._ahead, self._operands
         eps = cast(float, ahead.norm.variance_epsilon)
         normed, hidden = matmul_all_reduce_norm(x, factor, residual, self._norm_weight, self._group, eps=eps, **self._options)
-        ahead.hidden, ahead.normed = hidden, normed
+        ahead.put(hidden, normed)
         return hidden
 
     @classmethod
@@ -148,8 +155,14 @@ def _why_not_own(module: nn.Module) -> str:
     return ""
 
 
-def deferring_rows(layer: nn.Module) -> list[Any]:
-    """Return the row linears of a decoder layer that may return a PartialSum in this call."""
+def _version(x: Tensor) -> int:
+    """Return how often x has been changed in place, or 0 where torch does not count that."""
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def deferring_rows(layer: nn.Module, *, in_decoder: bool) -> list[Any]:
+    """Return the row linears of a decoder layer that may return a PartialSum in this call. in_decoder: whether the decoder's
+    own forward calls the layer."""
     eager, rows = not torch.compiler.is_compiling(), []
     of_layer = _why_observed("the layer", layer)
     if of_layer and (first := getattr(layer._modules.get("input_layernorm"), "_weft_ahead", None)) is not None:
@@ -162,6 +175,9 @@ def deferring_rows(layer: nn.Module) -> list[Any]:
         why = (
             of_layer or _why_observed(name, block) or _why_observed(at, row) or _why_observed("that norm", row._weft_ahead.norm)
         )
+        beyond = row._weft_ahead.norm not in layer._modules.values()
+        if beyond and not in_decoder and (not eager or torch.is_inference_mode_enabled()):
+            why = "its layer is called by itself, and what changes its result before the norm is not known"
         if not why:
             rows.append(row)
         elif eager:

@@ -156,6 +156,8 @@ class CapturedPrograms:
         """A look holds it, so that no program frees memory that is read."""
 
     def add(self, program: CapturedProgram) -> None:
+        if id(program) not in self._programs:
+            self._stays.pop(id(program), None)  # of a program that had the same number, and is gone
         self._programs[id(program)] = program
 
     def remove(self, program: CapturedProgram) -> bool:
@@ -178,9 +180,10 @@ class CapturedPrograms:
 
     def find_late(self, bound_s: float) -> CapturedProgram | None:
         """Return a program that has been in one call without progress for longer than `bound_s`, or None."""
-        for key, stay in tuple(self._stays.items()):
-            if stay.since is not None and stay.until - stay.since > bound_s:
-                return self._programs.get(key)
+        for key, program in tuple(self._programs.items()):
+            stay = self._stays.get(key)
+            if stay is not None and stay.since is not None and stay.until - stay.since > bound_s:
+                return program
         return None
 
     def find_under_way(self) -> list[CapturedProgram]:
@@ -211,10 +214,18 @@ class CapturedPrograms:
             self._driver.relax_captures()
             with self._lock, torch.cuda.stream(self._asking):
                 for key, program in tuple(self._programs.items()):
-                    self._look_at(key, program)
+                    if self._programs.get(key) is program:
+                        self._look_unless_removed(key, program)
         except Exception as error:  # a device that is lost ends the watchdog by its events
             warn_once(f"replays of CUDA graphs are not bounded any more: {error!r}")
             self._programs.clear()
+
+    def _look_unless_removed(self, key: int, program: CapturedProgram) -> None:
+        try:
+            self._look_at(key, program)
+        except Exception:
+            if self._programs.get(key) is program:
+                raise  # a program that was removed meanwhile may have dropped what a look reads
 
     def _look_at(self, key: int, program: CapturedProgram) -> None:
         at, other_call = program.look()
