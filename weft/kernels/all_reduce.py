@@ -22,13 +22,14 @@ Sharing. Programs of a process group whose copies have the same capacity share a
 numbers of blocks (weft.runtime.mailboxes). Its calls are those of all these programs, in one order, which is the same on every
 rank. On a rank they come one after the other: call c begins when all blocks of call c - 1 have ended.
 
-Ownership. In one call, each region is written by one block of one rank, and read by one block of the mailbox's rank. A mailbox
-has three copies, which calls use in turn. Each starts at a fixed place, and a call uses the first bytes of its copy. Call c
-clears what call c - 1 used of the copy before, for call c + 2. Its blocks divide these bytes among them, because the regions of
-call c - 1 may have been other blocks'. So each call leaves its number and the words that it used in device memory (`epochs`).
-A replayed CUDA graph continues the count. Every block has its own pair of these, because a late block must still read those of
-call c - 1 when another one has ended call c. A call may have fewer blocks than the next one. So its blocks write all pairs:
-block i writes those of i, i + blocks, i + 2 * blocks, and so on.
+Ownership. In one call, each region is written by one block of one rank, and read by one block of the mailbox's rank; words of
+squares are read by all blocks with tiles of these rows. A mailbox has three copies, which calls use in turn. Each starts at a
+fixed place, and a call uses the first bytes of its copy. Call c uses copy c mod 3. It clears what call c - 1 used of copy (c -
+1) mod 3, which call c + 2 fills. Its blocks divide these bytes among them, because the regions of call c - 1 may have been
+other blocks'. So each call leaves its number and the words that it used in device memory (`epochs`). A replayed CUDA graph
+continues the count. Every block has its own pair of these, because a late block must still read those of call c - 1 when
+another one has ended call c. A call may have fewer blocks than the next one. So its blocks write all pairs: block i writes
+those of i, i + blocks, i + 2 * blocks, and so on.
 
 Why no word is lost. Rank p clears a copy in call c, which call c + 2 of its peers fills again.
 

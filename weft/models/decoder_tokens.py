@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 
 from weft.compat.dispatch import NO_BACKWARD, all_reduced, backward_pass
 from weft.models.linear import Distributor, Tokens, change_input
-from weft.models.norms import deferring_rows
+from weft.models.norms import deferring_linears
 from weft.models.parameters import group_of, keep_parts, part_of
 from weft.ops.parts import cut, gathered, with_summed_double_gradient, with_summed_gradient
 from weft.runtime.groups import GROUPS
@@ -238,7 +238,7 @@ def noting_tokens(cls: type[Any], position: int) -> type[Any]:
         tokens.note(hidden, length_of_positions(args, kwargs, position))
         before, tokens.running = tokens.running, True
         whole = not tokens.sharded() and not torch.is_grad_enabled()
-        rows = deferring_rows(self, in_decoder=tokens.entered) if whole else []
+        rows = deferring_linears(self, in_decoder=tokens.entered) if whole else []
         for row in rows:
             row._weft_defers = True
         try:

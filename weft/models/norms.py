@@ -19,7 +19,7 @@ The sum is rounded once, where the model rounds the all-reduce and the sum. The 
 after its product with the weight. transformers' norms round before that product, too (GPT-OSS's does not). So results differ
 from those of separate calls by roundings of the dtype, and are no less exact.
 
-`norms_after` says for each block why it is not fused, and `deferring_rows` asks at each call whether other code would see a
+`norms_after` says for each block why it is not fused, and `deferring_linears` asks at each call whether other code would see a
 PartialSum, or could change `hidden` before the norm.
 """
 
@@ -160,7 +160,7 @@ def _version(x: Tensor) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
-def deferring_rows(layer: nn.Module, *, in_decoder: bool) -> list[Any]:
+def deferring_linears(layer: nn.Module, *, in_decoder: bool) -> list[Any]:
     """Return the row linears of a decoder layer that may return a PartialSum in this call. in_decoder: whether the decoder's
     own forward calls the layer."""
     eager, rows = not torch.compiler.is_compiling(), []

@@ -1,13 +1,13 @@
 """Programs of a process group share the mailboxes of their FusedCollectives on a device: one for each capacity of a copy.
 
-    take(72 KiB)    program 1, M = 1  ---+
+    take(72 KiB)    program 1, M = 1  ---+                                              (2 ranks, N = 1024, bfloat16, one hop)
     take(72 KiB)    program 2, M = 8  ---+--->  one mailbox, 3 copies of 72 KiB
     take(288 KiB)   program 3, M = 64 ------->  one mailbox, 3 copies of 288 KiB
 
-An engine that captures 128 numbers of rows has 128 programs, which stay as long as its graphs. A mailbox for each of them would
-take memory that grows with the number of programs. There is one capacity for each power of two, and it is less than twice what
-a call uses of a copy (or 72 KiB). So all mailboxes together take less than 2 times the largest one, which is less than 12 times
-what the largest call uses of one copy.
+An engine that captures 128 numbers of rows has up to 128 programs, which stay as long as its graphs. A mailbox for each of them
+would take memory that grows with the number of programs. There is one capacity for each power of two, and it is less than twice
+what a call uses of a copy (or 72 KiB). So all mailboxes together take less than 2 times the largest one, which is less than 12
+times what the largest call uses of one copy.
 
 weft.kernels.all_reduce says why calls of different layouts may follow each other in a mailbox. It requires that calls which
 share one come one after the other on each rank, and in the same order on all ranks. On a GPU every program with such a kernel

@@ -11,7 +11,7 @@ capture of another thread.
 The watchdog raises no error in other threads. The next call of the group raises the error, or `weft.synchronize` does.
 
 After a release the streams of a rank send invalid data. So a rank releases its streams only when no peer can mistake that data
-for a result (weft.runtime.watchdog): when the peers' watchdogs know of the failure (RankGroup.await_notified), or after a
+for a result: when the peers' watchdogs know of the failure (RankGroup.await_notified), or after a
 second. A rank that was stopped or slow for longer finds the failure at the end of the next call that it enqueues
 (`raise_if_failed`).
 

@@ -252,7 +252,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             name="token_split",
-            summary="rows in parts: one is multiplied while the part before it is summed by its owners and sent to all",
+            summary="row chunks: the sums of one, made by their owners, are sent to all while the next one is multiplied",
             source="TokenWeave",
             traits=FamilyTraits("per_piece", "push_copies", "push_copies", cuts_own_shard=True, sends_sums=True),
             shards_residual=True,

@@ -7,14 +7,17 @@ Buffers of rank r
     residual  input      M x N       if the problem adds one; both are the same on every rank, and added once
     partial   local      M x N       r's product
     recv      symmetric              one_shot: p*M x N, the products of each of the p other ranks, in the order of ranks;
-                                     two_shot: p*M x n_r of the columns that r owns
+                                     two_shot: p*M x n_r of the columns that r owns; token_split: p*m_r x N of its rows
     summed    symmetric  M x N       two_shot: the columns that others own, as their owners summed them
     landing   symmetric  M x N       token_split: the rows that others own, as their owners summed them
     mine      local      M x n_r     node_slices: the sum over the node of the columns that r owns within it
     theirs    local      q*M x n_r   node_slices: what each of the q other nodes has summed of these columns
     norm_weight  input   1 x N       if the problem has a norm
     normed    output     M x N       then: rms_norm(out) * norm_weight
+    own_normed  local    m_r x N     sequential with a sharded residual: the norm of r's rows; `mine` is then their sum, m_r x N
     out       output     M x N       the sum over ranks, in the order of ranks, and the addends, in float32, rounded once
+
+With a sharded residual, residual and out have the m_r rows of r alone.
 
 Flags of rank r (who signals ~> who waits)
     arrived[p]@r   p ~> r: p's partial result is in recv        free[p]@r   p ~> r: p has read r's data in p's recv
@@ -22,11 +25,12 @@ Flags of rank r (who signals ~> who waits)
 
     made[i]@r      r ~> r's network lane: rows i are in `mine`    landed[i]@r r's network lane ~> r: and in `theirs`
 
-    made[i]@r, summed[i]@r     token_split: r ~> r's copy lane: part i of all rows is in partial; of r's own, in `out`
-    landed[i]@r                p ~> r's lane copy.out: a piece of p's rows is in landing
-    here[i]@r                  r's lane copy.out ~> r: and in `out`, where there is a norm
+    token_split, besides those of matmul_reduce_scatter
+    summed[i]@r    r ~> r's copy lane: chunk i of r's own rows is summed; with a sharded residual, normalised, too
+    landed[i]@r    a peer's copy lane ~> r's lane copy.out: a piece of the peer's rows is in landing
+    here[i]@r      r's lane copy.out ~> r: and in `out`, where there is a norm of it
 
-    one_shot: one hop                                   two_shot: two hops, 2/p of the bytes
+    one_shot: one hop                                   two_shot: two hops, fewer bytes
     rank r                      rank p                  rank r                     rank o, the owner of some columns
     gemm -> partial                                     gemm -> partial
     partial -> recv of p   ~~>  rows land               its columns -> recv of o ~~>  rows land
@@ -40,11 +44,12 @@ Bad interleaving: r is a call ahead, and writes recv of p while p still sums the
 `read` does. In token_split, nothing needs to signal that p has read its landing: r writes there once p's products of this call
 have arrived, so p has ended the call before.
 
-    token_split, on rank r: each part of the rows is multiplied while the part before it is exchanged
+    token_split, on rank r: what is sent of a chunk travels while other rows are multiplied
 
-    compute     gemm 0 | gemm 1 | sum 0 | gemm 2 | sum 1 | norm 0 | sum 2 | norm 1 | norm 2
-    copy                products of part 0 to their owners | of part 1 | own sums of part 0 to all | products of part 2 | ...
-    copy.out                                                 the peers' sums of part 0, from landing to out | ...
+    compute    peers' rows of 0 | own rows of 0  | sum 0 | peers' rows of 1         | own rows of 1  | sum 1 | norm 0 | ...
+    copy                          products of 0          own sum of 0 to all ranks   products of 1
+                                  to their owners                                    to their owners
+    copy.out                                                       the peers' sums of 0, from landing to out
 
 If the device has the kernel, one persistent kernel runs all of it, or all but a cuBLAS GEMM (Lane.fused;
 weft.kernels.all_reduce).
@@ -237,8 +242,8 @@ class _TokenSplit(ScatterBuilder):
 
 
 def token_split(request: Request) -> Schedule:
-    """Cut the rows into parts. While a part is multiplied, the one before it is summed by the owners of its rows, and the one
-    before that is sent to all ranks."""
+    """Cut the rows of every shard into chunks. The products of a chunk are sent to their owners while a rank multiplies its own
+    rows of the chunk, and the sums are sent to all ranks while the next chunk is multiplied."""
     s = _TokenSplit(request)
     for rank in s.ranks_with_work:
         for index in range(s.chunks + 1):

@@ -23,7 +23,7 @@ def enabled() -> bool:
 
 
 def max_tokens() -> int:
-    """Return the largest number of tokens of a call that weft makes. 128 rows are the most that one kernel of weft takes."""
+    """Return the largest number of tokens of a call that weft makes. 128 is an estimate that was not measured."""
     given = os.environ.get("WEFT_VLLM_MAX_TOKENS", "128")
     if not given.isdecimal() or int(given) == 0:
         raise ValueError(f"WEFT_VLLM_MAX_TOKENS is {given!r}; use a positive number of tokens")
