@@ -96,9 +96,11 @@ def test_a_program_that_was_closed_keeps_no_result_that_peers_wrote() -> None:
     area, handle = held()
     program: Any = CudaProgram.__new__(CudaProgram)
     program.resources, program.driver = SimpleNamespace(releaser=None, wait_for_calls=lambda last, **options: True), None
+    program.resources.watchdog = SimpleNamespace(captured_programs=SimpleNamespace(remove=lambda program: True))
+    program.resources.order, program.replayed = SimpleNamespace(forget_results=lambda call: None), None
     program.captured, program.memory = False, Exclusive()
     program.replays = program.streams = SimpleNamespace(close=lambda: None)
-    program._pieces, program._words, program._area = [], None, None
+    program._pieces, program._mailboxes, program._words, program._area = [], (), None, None
     program._reached = {"out": [area.view(torch.float32)]}
     del area
     program.close()

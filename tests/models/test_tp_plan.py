@@ -199,7 +199,7 @@ def test_registering_adds_styles_and_leaves_those_of_transformers() -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, {}, "config has a quantization_config"),
         ({}, {"few_tokens": -1}, "few_tokens is -1"),
         ({}, {"schedule": "nothing"}, "nothing"),
-        ({}, {"schedule": "two_shot"}, "schedule is 'two_shot', which is for matmul_all_reduce alone"),
+        ({}, {"schedule": "two_shot"}, "schedule is 'two_shot', which is for matmul_all_reduce, all_reduce alone"),
         ({}, {"experts": "ep"}, "experts"),
         ({}, {"model_class": 3}, "model_class is 3"),
         ({}, {"model_class": "AutoModel"}, "LlamaModel, which is a decoder without a head"),

@@ -32,6 +32,8 @@ class Program:
             "collectives": {},
             "ragged": None,
             "_given": frozenset({"a", "out"}),
+            "_invalidated": (),
+            "replayed": None,
             "_loading": False,
         }
         nothing |= {
@@ -43,9 +45,11 @@ class Program:
         }
         nothing |= {"streams": range(lanes), "bind": lambda inputs, outputs: None}
         resources = SimpleNamespace(device=None, current_stream=lambda: 1, captures=SimpleNamespace(record=self._recorded))
-        resources.watchdog = SimpleNamespace(captured=lambda: None)
+        resources.watchdog = SimpleNamespace(captured=lambda program: None)
         resources.order = SimpleNamespace(
-            alone=lambda group: self._alone(), capture=lambda stream, group, uses, enqueue: enqueue()
+            alone=lambda group: self._alone(),
+            capture=lambda stream, group, uses, enqueue: enqueue(),
+            add_results=lambda call, memory: None,
         )
         resources.allocated = lambda: 64 * self.log.count("loads")
         submitter: Any = SimpleNamespace(prepare=lambda operations: self.log.append("flag operations"))

@@ -69,7 +69,7 @@ def spoiled(text: str) -> list[tuple[str, str]]:
     data = json.loads(text)
     return [
         (json.dumps(data | {"spec": "os.system"}), "schedule is 'os.system'"),
-        (json.dumps(data | {"spec": "two_shot"}), "is for matmul_all_reduce alone"),
+        (json.dumps(data | {"spec": "two_shot"}), "is for matmul_all_reduce, all_reduce alone"),
         (text[:-1] + " " * (1 << 21) + "}", "is not JSON"),
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -116,21 +117,28 @@ def test_branches_of_one_capture_come_one_after_the_other() -> None:
     assert driver.log[-1] == "forget"
 
 
-def test_sums_of_the_callers_tensors_have_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be made anew for each residual, also while a graph holds the one before."""
+def test_tables_of_sums_have_no_tensor_of_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table would be made anew for each residual, also while a graph holds the one before. Addends are arguments of the
+    kernel, and a sum that has another tensor of the caller's among its sources is none."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    problem = Problem(op="matmul_all_reduce", m=8, n=16, k=4, world_size=2, addends=("residual",))
-    from weft.runtime.fused import kernel_of_sum
+    problem = Problem(op="matmul_all_reduce", m=8, n=16, k=4, world_size=2, addends=("bias", "residual"))
+    from weft.runtime.fused import FusedSum, kernel_of_sum
 
-    for name, moves in (("sequential", True), ("shard_p2p", True), ("two_shot", False)):
+    given = {"a", "b", "bias", "residual"}
+    for name in ("sequential", "shard_p2p", "token_split"):
         schedule = build(problem, name)
-        program: Any = SimpleNamespace(schedule=schedule, device=torch.device("cpu"), buffers_of=lambda kind: {"residual"})
+        program: Any = SimpleNamespace(schedule=schedule, device=torch.device("cpu"), buffers_of=lambda kind: given)
         summed = [Where(0, lane.name, at, step) for rank, lane, at, step in schedule if rank == 0 and isinstance(step, Reduce)]
-        of_callers = [
-            where for where in summed if any(src.buffer == "residual" for part in where.step.parts for src in part.srcs)
-        ]
-        assert bool(of_callers) >= moves
-        assert not any(kernel_of_sum(program, where, where.step) for where in of_callers)
+        assert summed
+        for where in summed:
+            step = where.step
+            assert isinstance(step, Reduce)
+            kernel = kernel_of_sum(program, where, step)
+            assert isinstance(kernel, FusedSum)
+            assert not {src.buffer for src in kernel._srcs} & given
+            first = step.parts[0]
+            mixed = replace(first, srcs=(*first.srcs[-1:], *first.srcs[:-1]))
+            assert kernel_of_sum(program, where, replace(step, parts=(mixed,))) is None
 
 
 class Words:

@@ -67,7 +67,8 @@ class Product:
             _multiply_and_add(bindings, self._step, self._part, matmul)
             return
         products = bindings.products(self._rows, self._step.b)
-        scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, self._rows, self._step.b)
+        scaling = bindings.scalings.get("a")
+        scaled = repeat(None) if scaling is None else _scales(bindings, scaling, self._rows, self._step.b)
         for (cols, rows, bs), scales in zip(products, scaled, strict=False):
             outs = self._outs if len(products) == 1 else [_columns(out, cols) for out in self._outs]
             views = [bindings.view(out) for out in outs]
@@ -87,7 +88,7 @@ class Product:
         """
         bindings, step = tensors.bindings, self._step
         several = len(self._rows) > 1 or len(self._outs) > 1
-        if several or self._part.adds or step.accumulate or bindings.scaling is not None:
+        if several or self._part.adds or step.accumulate or "a" in bindings.scalings:
             raise NotPreparedError("it is more than products of matrices")
         (of_out,), products, found = self._outs, call.products[lane], bindings.products(self._rows, step.b)
         outs = [of_out] if len(found) == 1 else [_columns(of_out, cols) for cols, _, _ in found]
@@ -146,7 +147,8 @@ class Sliced:
 
 def _multiply_and_add(bindings: Bindings, step: Gemm, part: Part, matmul: Matmul) -> None:
     """Write the product plus the part's addends, in order, divided, to `out`. Only the result is rounded."""
-    scaled = repeat(None) if bindings.scaling is None else _scales(bindings, bindings.scaling, [part.a], step.b)
+    scaling = bindings.scalings.get("a")
+    scaled = repeat(None) if scaling is None else _scales(bindings, scaling, [part.a], step.b)
     for (cols, rows, bs), scales in zip(bindings.products([part.a], step.b), scaled, strict=False):
         ((a,), *_), b = rows, bs[0]
         total = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)

@@ -213,7 +213,8 @@ class MatmulCall(Call):
         """Return the products, after their norm and its scales if there are any; then, if requested, the gathered rows and
         their scales, or the gradients of weights."""
         gathered = outputs.get("gathered", []) + outputs.get(_GATHERED_SCALES, [])
-        return normed_of(outputs) + outputs["out"] + gathered + outputs.get("gradients", [])
+        normed = [] if self.norm_eps is None else normed_of(outputs)
+        return normed + outputs["out"] + gathered + outputs.get("gradients", [])
 
     @property
     def inputs(self) -> Inputs:
