@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 from weft.core import codec
 from weft.core.hardware import LEAST, MOST, numbers
 from weft.core.machine import RESCALED
-from weft.core.settings import numbers_of, replaced
+from weft.core.settings import numbers_of, replaced, unknown_path
 
 Progress = Callable[[str, int, int], None]
 """Called with the current item, the items done and the total."""
@@ -67,7 +67,7 @@ def changed(profile: P, path: str, value: Any) -> P:
     on_off = tuple(switches(profile))
     known = dict.fromkeys([*(name for name, _ in numbers(profile)), *choices, *on_off])
     if path not in known:
-        raise ValueError(f"{path!r} is no number of system {profile.name}; it has {', '.join(known)}")
+        raise unknown_path(path, known, f"system {profile.name}")
     if path in on_off:
         value = _ON_OFF.get(str(value).lower(), value)
     elif isinstance(value, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shlex
@@ -26,6 +27,14 @@ from weft.report.tables import Column, ReportTable
 from weft.schedules import build
 
 LAYER = ["plan", "llama3-8b", "--ranks", "2", "--layer", "MLP down"]
+
+
+def test_a_command_collects_garbage_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, during = gc.get_threshold(), list[tuple[int, ...]]()
+    monkeypatch.setattr("weft.cli.app", lambda **options: during.append(gc.get_threshold()))
+    assert main([]) == 0
+    assert during[0][0] >= 100 * before[0]
+    assert gc.get_threshold() == before
 
 
 def test_plan_predicts_a_training_step(capsys: pytest.CaptureFixture[str]) -> None:

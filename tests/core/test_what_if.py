@@ -84,7 +84,9 @@ def test_latency_can_be_nothing() -> None:
         ("links.topology", "pcie", "links.host_gbps is missing"),
         ("links.gbps", -1, "above zero"),
         ("links.gbps", "fast", "it must be a number"),
-        ("gpu.speed", 2, "is no number of machine h200x8"),
+        ("gpu.speed", 2, "is no number of machine h200x8; it has .*gpu.sms"),
+        ("link.gbps", 2, r"is no number of machine h200x8; did you mean links\.gbps.*\?$"),
+        ("gbps", 2, r"is no number of machine h200x8; did you mean \w+\.gbps( or \w+\.gbps)*\?$"),
     ],
 )
 def test_what_cannot_be_says_what_would_work(path: str, value: object, says: str) -> None:

@@ -26,12 +26,12 @@ def test_preset_loads_cites_its_source_and_round_trips(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("llama3-8b", 8.0), ("llama3-70b", 70.6), ("t-nlg", 17.2), ("gpt3-175b", 174.6)],
+    [("llama3-8b", 8.0), ("llama3-70b", 70.6), ("qwen3-32b", 32.8), ("t-nlg", 17.2), ("gpt3-175b", 174.6)],
 )
 def test_preset_sizes_add_up_to_the_published_parameter_count(name: str, billions: float) -> None:
-    """The weights of the operator calls plus the embeddings (Llama: untied) give the count that the model is known by."""
+    """The weights of the operator calls plus the embeddings (Llama, Qwen: untied) give the count that the model is known by."""
     model = load_model(name)
-    vocabulary = 2 * 128256 if name.startswith("llama") else 51200
+    vocabulary = {"llama3": 2 * 128256, "qwen3": 2 * 151936}.get(name.partition("-")[0], 51200)
     layer = sum(n * k for n, k in shapes(model).values())
     assert (layer * model.layers + vocabulary * model.hidden) / 1e9 == pytest.approx(billions, rel=0.01)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from weft.core import codec
 from weft.core.machine import Machine
 from weft.core.machine import load as load_machine
 from weft.core.problem import Problem
+from weft.core.schedule import Schedule
 from weft.perf import engine
 from weft.perf.ranking import estimates
 from weft.planner.simulated import signature, without_computation
@@ -39,6 +42,7 @@ from weft_studies.figures import SweptRow, headline
 from weft_studies.page import study_page
 from weft_studies.profile import uncertain
 from weft_studies.study import Done, record
+from weft_studies.workers import results
 
 STORED = Path(__file__).parents[2] / "docs" / "ficco_study.json"
 CASES = tuple(map(ficco_gemm, ("g2", "g5", "g6")))
@@ -215,7 +219,7 @@ def test_report_redraws_the_figures(study: FiccoStudy) -> None:
 def short(study: FiccoStudy, monkeypatch: pytest.MonkeyPatch) -> FiccoStudy:
     """`weft simulate ficco` with a study that is there already, on the machine and the scenarios that were asked for."""
 
-    def run(machine: Machine, cases: tuple[studies.GemmCase, ...], progress: studies.Progress) -> FiccoStudy:
+    def run(machine: Machine, cases: Sequence[studies.GemmCase] = FICCO_GEMMS, **options: object) -> FiccoStudy:
         chosen = {case.problem() for case in cases}
         mesh, switch = (tuple(one for one in part if one.case in cases) for part in (study.mesh, study.switch))
         losses = tuple(found for found in study.signatures if found.problem in chosen)
@@ -228,7 +232,7 @@ def short(study: FiccoStudy, monkeypatch: pytest.MonkeyPatch) -> FiccoStudy:
 def test_command_prints_figures(
     stored: FiccoStudy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(studies, "run", lambda machine, cases, progress: stored)
+    monkeypatch.setattr(studies, "run", lambda machine, **options: stored)
     assert main(["simulate", "ficco"]) == 0
     out = capsys.readouterr().out
     assert all(figure.name in out for figure in figures(stored))
@@ -266,6 +270,31 @@ def test_collectives_go_with_links_that_are_set(short: FiccoStudy, capsys: pytes
 def test_a_switch_is_no_mesh() -> None:
     with pytest.raises(ValueError, match="mesh"):
         studies.run(load_machine("h200x8"))
+
+
+def test_processes_share_the_scenarios_and_change_nothing() -> None:
+    case = (QUICK,)
+    assert studies.run(load(), case, case, workers=2) == studies.run(load(), case, case)
+
+
+def test_a_process_passes_its_error_on() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(results([("a", partial(divmod, 1, 0)), ("b", partial(divmod, 1, 1))], lambda *_: None, workers=2))
+
+
+def test_each_schedule_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the mesh seven schedules, and both halves alone of FiCCO's four; behind a switch seven; for the heuristic five."""
+    simulated: list[str] = []
+
+    def counted(schedule: Schedule, machine: Machine) -> engine.Outcome:
+        simulated.append(schedule.name)
+        return run(schedule, machine)
+
+    run = engine.run
+    monkeypatch.setattr(engine, "run", counted)
+    monkeypatch.setattr("weft.planner.simulated.run", counted)
+    studies.run(load(), (QUICK,), (QUICK,))
+    assert len(simulated) == 7 + 2 * 4 + 7 + 5
 
 
 def test_progress_is_told(monkeypatch: pytest.MonkeyPatch, study: FiccoStudy) -> None:

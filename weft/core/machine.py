@@ -43,7 +43,7 @@ from weft.core import codec
 from weft.core.errors import require
 from weft.core.hardware import LEAST, MOST, AlphaBeta, CopyEngines, Gpu, Kernels, Links, Network, Stores, Table, numbers, within
 from weft.core.problem import Problem, Scaling
-from weft.core.settings import numbers_of, put
+from weft.core.settings import numbers_of, put, unknown_path
 
 MAY_BE_ZERO = frozenset({"stores.stall", "links.latency_us", "network.latency_us"})
 STORES_SHARE = 4
@@ -274,7 +274,7 @@ def _what_if(machine: Machine, changes: Mapping[str, Any]) -> Machine:
     known = dict.fromkeys([*(path for path, _ in numbers(machine)), *_TEXT_FIELDS, *_OPTIONAL])
     for path in changes:
         if path not in known:
-            raise ValueError(f"{path!r} is no number of machine {machine.name}; it has {', '.join(known)}")
+            raise unknown_path(path, known, f"machine {machine.name}")
 
     def read(path: str, value: Any) -> Any:
         return numbers_of(path, value) if isinstance(value, str) and path not in _TEXT_FIELDS else value

@@ -5,6 +5,7 @@ The value is rebuilt through its JSON form, so that it checks itself as if it ha
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
@@ -29,12 +30,25 @@ def parse(setting: str, example: str) -> tuple[str, str]:
 def changed(value: T, path: str, text: str, *, known: Collection[str], what: str) -> T:
     """Return `value` with the field at `path` set to `text`, which is read as JSON unless the field is a string.
 
-    known: the existing paths. what: a description of the value. Raises ValueError that names the path and lists the existing
-    ones, or says what the value must be.
+    known: the existing paths. what: a description of the value. Raises ValueError as `unknown_path`, or one that says what the
+    value must be.
     """
     if path not in known:
-        raise ValueError(f"{path!r} is no number of {what}; it has {', '.join(known)}")
+        raise unknown_path(path, known, what)
     return replaced(value, path, lambda before: text if isinstance(before, str) else numbers_of(path, text))
+
+
+def unknown_path(path: str, known: Collection[str], what: str) -> ValueError:
+    """Return the error for a path that a value does not have, with the nearest ones, or with all if none is near.
+
+    >>> str(unknown_path("link.gbps", ("links.gbps", "gpu.sms"), "machine m"))
+    "'link.gbps' is no number of machine m; did you mean links.gbps?"
+    """
+    last = path.rpartition(".")[2]
+    close = difflib.get_close_matches(path, known, n=3, cutoff=0.7)
+    close = close or difflib.get_close_matches(path, [key for key in known if key.endswith(f".{last}")], n=3, cutoff=0)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"it has {', '.join(known)}"
+    return ValueError(f"{path!r} is no number of {what}; {hint}")
 
 
 def replaced(value: T, path: str, make: Callable[[Any], Any]) -> T:

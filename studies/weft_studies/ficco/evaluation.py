@@ -23,9 +23,11 @@ rows x cols x inner is the matmul of the rank with the most work.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, NamedTuple
 
 from weft.core.machine import Machine
 from weft.core.machine import load as load_machine
@@ -39,6 +41,7 @@ from weft.planner.values import predicted
 from weft.schedules import build
 from weft_studies.ficco.gemms import FICCO_GEMMS, GemmCase, unseen
 from weft_studies.profile import Progress
+from weft_studies.workers import results
 
 MACHINE = "mi300x8"
 BESPOKE = ("uniform_fused_1d", "hetero_fused_1d", "hetero_unfused_1d", "uniform_fused_2d")
@@ -143,35 +146,36 @@ def run(
     cases: Sequence[GemmCase] = FICCO_GEMMS,
     others: Sequence[GemmCase] | None = None,
     progress: Progress = lambda text, done, total: None,
+    workers: int = 1,
 ) -> FiccoStudy:
     """Simulate the whole evaluation. Raises ValueError unless the machine is a mesh of at least two GPUs.
 
     others: scenarios for the heuristic; the default is `unseen()`. progress: called with the next item, the items done and the
-    total."""
+    total. workers: the number of processes that share the scenarios. The result is the same for any number."""
     if machine.links.topology != "mesh" or machine.world_size < 2:
         found = f"links.topology is {machine.links.topology!r} and world_size {machine.world_size}"
         raise ValueError(f"{found}; FiCCO's evaluation is of a mesh, of at least 2 GPUs")
     others = unseen() if others is None else others
-    total = 2 * len(cases) + len(others)
-    at = 0
+    switched = behind_switch(machine)
+    tasks: list[tuple[str, Callable[[], Any]]] = [
+        *((f"mesh {case.name}", partial(_with_losses, machine, case)) for case in cases),
+        *((f"switch {case.name}", partial(scenario, switched, case)) for case in cases),
+        *((f"heuristic {case.name}", partial(scenario, machine, case, CHOSEN_FROM)) for case in others),
+    ]
+    done = list(results(tasks, progress, workers))
+    all_losses = chain.from_iterable(losses for _, losses in done[: len(cases)])
+    return FiccoStudy(
+        machine=machine,
+        mesh=tuple(one for one, _ in done[: len(cases)]),
+        switch=tuple(done[len(cases) : 2 * len(cases)]),
+        unseen=tuple(done[2 * len(cases) :]),
+        signatures=tuple(all_losses),
+    )
 
-    def with_progress(items: Iterable[GemmCase], what: str) -> Iterator[GemmCase]:
-        nonlocal at
-        for case in items:
-            progress(f"{what} {case.name}", at, total)
-            yield case
-            at += 1
 
-    mesh: list[Scenario] = []
-    losses: list[Signature] = []
-    for case in with_progress(cases, "mesh"):
-        outcomes = simulated(machine, case)
-        mesh.append(_scenario(machine, case, outcomes))
-        losses += signatures(machine, outcomes)
-    switch = tuple(scenario(behind_switch(machine), case) for case in with_progress(cases, "switch"))
-    drawn = tuple(scenario(machine, case, CHOSEN_FROM) for case in with_progress(others, "heuristic"))
-    progress("done", total, total)
-    return FiccoStudy(machine=machine, mesh=tuple(mesh), switch=switch, unseen=drawn, signatures=tuple(losses))
+def _with_losses(machine: Machine, case: GemmCase) -> tuple[Scenario, tuple[Signature, ...]]:
+    outcomes = simulated(machine, case)
+    return _scenario(machine, case, outcomes), signatures(machine, outcomes)
 
 
 def simulated(machine: Machine, case: GemmCase, names: Sequence[str] = COMPARED) -> dict[str, Outcome]:

@@ -32,6 +32,7 @@ from weft_studies.ficco.gemms import FICCO_GEMMS, GemmCase, ficco_gemm
 from weft_studies.figures import Evidence, Figure, Row, geomean
 from weft_studies.profile import Progress
 from weft_studies.study import Chart, ColumnChart, PointChart, Study, StudyTable
+from weft_studies.workers import count_workers
 
 NEAR = 0.05
 BY_RATES = Evidence(
@@ -325,7 +326,10 @@ def of(cases: Sequence[GemmCase]) -> Study:
     def sample(machine: Machine) -> tuple[Figure, ...]:
         return maxima([evaluation.estimated(machine, case) for case in cases])
 
-    return replace(STUDY, run=lambda machine, progress: evaluation.run(machine, cases, progress=progress), sample=sample)
+    def run(machine: Machine, progress: Progress) -> FiccoStudy:
+        return evaluation.run(machine, cases, progress=progress, workers=count_workers())
+
+    return replace(STUDY, run=run, sample=sample)
 
 
 def only(names: Sequence[str]) -> Study:
@@ -341,7 +345,7 @@ STUDY = Study(
     load=evaluation.load,
     apply_settings=changed,
     facts=facts,
-    run=lambda machine, progress: evaluation.run(machine, FICCO_GEMMS, progress=progress),
+    run=lambda machine, progress: evaluation.run(machine, progress=progress, workers=count_workers()),
     figures=figures,
     tables=tables,
     charts=charts,
