@@ -99,7 +99,8 @@ class Recorder:
         def wait(program: HostProgram, slot: int, value: int) -> None:
             originals["wait"](program, slot, value)
             flag, lane, position = program._waiter[slot]
-            in_this_call = any(not one.on_previous_call for one in waits(program._steps(lane)[position]) if one.flag == flag)
+            steps = next(one.steps for one in program.schedule.ranks[program.rank] if one.name == lane)
+            in_this_call = any(not one.on_previous_call for one in waits(steps[position]) if one.flag == flag)
             if recorder._call + in_this_call:
                 recorder._here(Event("seen", recorder._call, flag=_key(flag), value=recorder._call + in_this_call))
 

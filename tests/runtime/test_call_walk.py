@@ -20,7 +20,6 @@ WAITS = (
     "RankGroup._await_count",
     "RankGroup.await_same_call",
     "HostProgram.wait",
-    "HostProgram._steps",
 )
 """Functions that wait for peers, or are called where a lane has to wait. What they call depends on when the peers come."""
 MOST_CALLS = 112
