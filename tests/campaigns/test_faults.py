@@ -65,7 +65,7 @@ def test_a_fault_is_reported(fault: str) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("op", ["splits", "concurrent", "hooks", "embedding_bag_all_to_all"])
 def test_a_fault_is_reported_in_what_is_more_than_one_operator_and_in_lookups(op: str) -> None:
-    trials = list(drawn(3, 19, "cpu", [op]))
+    trials = list(drawn(3, 21, "cpu", [op]))
     assert any(trial.subgroup for trial in trials)
     for trial in trials:
         line = _judged(trial)
