@@ -123,7 +123,7 @@ def test_a_rank_that_dies_while_graphs_are_replayed(what: str) -> None:
 
 @pytest.mark.parametrize("what", _REPLAYED)
 def test_a_rank_that_is_stopped_while_graphs_are_replayed(what: str) -> None:
-    """Its process lives, so nothing but the bound of the replay that waits for it ends that; it is told once it goes on."""
+    """Its process lives, so only the bound of the replay that waits for it ends that; it gets the error once it goes on."""
     with Ranks(2, device=gpus(), environment={"WEFT_TIMEOUT_S": str(BOUND_S)}) as ranks:
         ranks.start(_replays_until, 1, signal.SIGSTOP, what)
         (message, seconds), (stopped, _) = ranks.finish(timeout_s=90)

@@ -36,8 +36,8 @@ def any_schedule(rng: random.Random) -> Schedule:
         return _concurrent(rng)
     problem = {"fused": _matmul, "lookup": _lookup, "columns": _columns, "alone": _alone}[kind](rng)
     able = [name for name in names(problem.op) if not unfit(name, problem)]
-    alike = ("one_shot", "two_shot", "sequential_stores", "token_split")
-    kernels = [name for name in able if name in alike] if kind == "fused" else []
+    whole_sums = ("one_shot", "two_shot", "sequential_stores", "token_split")
+    kernels = [name for name in able if name in whole_sums] if kind == "fused" else []
     return build(problem, rng.choice(kernels or able), rng.choice((1, 1, 2)))
 
 

@@ -106,7 +106,7 @@ def _bare() -> None:
             assert memory.status.tolist() == [0, 0], call
             assert set(memory.epochs[:, 0].tolist()) == {call + 1}, "all know the call, also blocks that it did not have"
             assert int(memory.begun) == call + 1
-            assert under_way == {1}, "whoever waits has begun a call that has not ended"
+            assert under_way == {1}, "a rank that waits has begun a call that has not ended"
             error = (out.double() - expected[low:high]).abs()
             assert bool((error <= bound(dtype, 8 * size, 2 * size, expected)).all()), (call, CASES[at])
     finally:

@@ -55,6 +55,12 @@ def affordable(staging_bytes: int, device: torch.device) -> int:
     return max(CollectiveProblem.LEAST_STAGING, 1 << max(0, spare.bit_length() - 1))
 
 
+def _stageable(schedule: str, staging_bytes: int, device: torch.device) -> int:
+    """Return the bytes that this rank can stage, its share of a call. The problem has the least of all ranks. A Schedule value
+    fixes the number."""
+    return staging_bytes if schedule.startswith("value:") else affordable(staging_bytes, device)
+
+
 @dataclass(kw_only=True, slots=True)
 class CollectiveCall(Call):
     """A CollectiveCall is a call of a collective without a computation.
@@ -130,10 +136,7 @@ class CollectiveCall(Call):
 
     @property
     def share(self) -> int:
-        """The bytes that this rank can stage. The problem has the least of all ranks. A Schedule value fixes the number."""
-        if self.schedule.startswith("value:"):
-            return self.staging_bytes
-        return affordable(self.staging_bytes, self.a.device)
+        return _stageable(self.schedule, self.staging_bytes, self.a.device)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -199,8 +202,7 @@ class AllReduceCall(Call):
 
     @property
     def share(self) -> int:
-        """The bytes that this rank can stage, as in CollectiveCall."""
-        return self.staging_bytes if self.schedule.startswith("value:") else affordable(self.staging_bytes, self.a.device)
+        return _stageable(self.schedule, self.staging_bytes, self.a.device)
 
     @property
     def key(self) -> tuple[object, ...]:
