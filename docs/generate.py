@@ -1,6 +1,6 @@
 """Makes the parts of the documents that code can write.
 
-    python docs/generate.py              fill README's blocks, and empty those of docs/, which the site fills (`make docs`)
+    python docs/generate.py              fill the blocks of README.md, docs/ and studies/README.md (`make docs`)
     python docs/generate.py --print cases h200x2/tp    print what a block shows
     python docs/generate.py studies      also make the stored sweeps of the studies, in about ten minutes; t3, ficco, dlrm or
                                          iso instead makes one of them (docs/*_study.json)
@@ -20,9 +20,9 @@ A generated part is a fenced block whose first line says what it shows:
     ```text host BENCH            host_tables.py: host time of calls and of training steps
     ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
     ```text targets OF            which kernels compile for which GPUs (kernel_targets), and why others do not
+    ```py signatures NAME ...     signatures.py: signatures of public names
 
-README is committed with its blocks filled in. The blocks of docs/ are committed empty, and docs/site_pages.py fills them when
-the site is built.
+Pages are committed with their blocks filled in. tests/project/test_docs.py fails where a block is not what its words make now.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from weft.planner.models import load_model, operator_calls
 from weft.schedules import FAMILIES, names
 
 sys.path.append(str(Path(__file__).parent))
-text_tables, measured_tables, model_tables, host_tables, study_tables, kernel_targets = map(
+text_tables, measured_tables, model_tables, host_tables, study_tables, kernel_targets, signatures = map(
     importlib.import_module,
-    ("text_tables", "measured_tables", "model_tables", "host_tables", "study_tables", "kernel_targets"),
+    ("text_tables", "measured_tables", "model_tables", "host_tables", "study_tables", "kernel_targets", "signatures"),
 )
 _table = text_tables.table
 ROOT = Path(__file__).parents[1]
@@ -243,11 +243,9 @@ MAKERS: dict[str, Callable[..., str]] = {
     **model_tables.MAKERS,
     **host_tables.MAKERS,
     **study_tables.MAKERS,
+    **signatures.MAKERS,
 }
-BLOCK = re.compile(rf"^```text ({'|'.join(MAKERS)}) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
-
-
-PLACEHOLDER = "The site shows this part. This command prints it: python docs/generate.py --print {words}"
+BLOCK = re.compile(rf"^```(text|py) ({'|'.join(MAKERS)}) ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def made(words: str) -> str:
@@ -259,25 +257,12 @@ def made(words: str) -> str:
 
 
 def filled(text: str) -> str:
-    """Return a document in which every generated block has its lines."""
-    return BLOCK.sub(lambda match: f"```text {match[1]} {match[2]}\n{made(f'{match[1]} {match[2]}')}\n```", text)
-
-
-def emptied(text: str) -> str:
-    """Return a document in which every generated block says where it can be seen."""
-    return BLOCK.sub(
-        lambda match: f"```text {match[1]} {match[2]}\n{PLACEHOLDER.format(words=f'{match[1]} {match[2]}')}\n```", text
-    )
-
-
-def rewritten(path: Path) -> str:
-    """Return a document as it is to be committed. README is read on its own, so it has its blocks filled in."""
-    text = path.read_text(encoding="utf-8")
-    return filled(text) if path.name == "README.md" else emptied(text)
+    """Return a document in which every generated block has the lines that its words make now."""
+    return BLOCK.sub(lambda match: f"```{match[1]} {match[2]} {match[3]}\n{made(f'{match[2]} {match[3]}')}\n```", text)
 
 
 def documents() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", ROOT / "studies" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def main() -> None:
@@ -290,8 +275,9 @@ def main() -> None:
     if text_tables.whole_history():
         text_tables.keep_days()
     for path in documents():
-        after = rewritten(path)
-        if after != path.read_text(encoding="utf-8"):
+        text = path.read_text(encoding="utf-8")
+        after = filled(text)
+        if after != text:
             path.write_text(after, encoding="utf-8")
             print(f"{path.relative_to(ROOT)}: rewritten", file=sys.stderr)
 

@@ -8,7 +8,7 @@ tests/project/test_docs.py makes them again; the ledger prints the commits and m
 in running text has an entry in docs/ledger.toml. A [[measured]] entry names the result lines that the figure is computed from,
 and the ledger computes it again. A [[stated]] entry says what else the number is, such as a setting or a figure of a paper.
 
-The ledger covers README.md and docs/. It does not cover docs/lab, the text of simulated studies (SIMULATED), CHANGELOG.md,
+The ledger covers README.md and docs/. It does not cover docs/lab, the simulated studies (studies/README.md), CHANGELOG.md,
 docstrings, and code in a text.
 
 It is an error if
@@ -46,10 +46,6 @@ OLDEST = {"README.md": 400, "docs/fp8.md": 400, "docs/peers.md": 400}
 OLDEST_ELSEWHERE = 700
 MEASURABLE = re.compile(r"([1248] x )?NVIDIA (H100|H200)\b|2 cores")
 """Machines that we can use at present, as result lines name them."""
-SIMULATED = re.compile(r"^## (T3|FiCCO|DLRM|ISO)\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-"""Chapters of docs/studies.md: the figures of their text are a paper's, or are in the tables there, which
-tests/project/test_docs.py makes again."""
-
 CHOOSING = ("weft/perf", "weft/planner")
 """The code that decides which schedules `auto` tries."""
 OPERATORS = ("weft/kernels", "weft/ops", "weft/runtime", "weft/schedules", "weft/comm", *CHOOSING)
@@ -241,7 +237,7 @@ def extract_prose(text: str) -> str:
 
 def check_prose(document: str, text: str) -> Iterator[Source | LedgerError]:
     """Yield the sources of a document's running text, and the errors. A number without an entry is an error."""
-    left = extract_prose(SIMULATED.sub("", text))
+    left = extract_prose(text)
     for kind, some in read_entries().items():
         for entry in some:
             if entry["document"] != document:

@@ -1,22 +1,37 @@
-"""What the site makes of a page: generated blocks are filled in, and links to files outside the site become paths."""
+"""What the site makes of a page: whole docstrings in place of signatures, links to files outside the site become paths."""
 
 from __future__ import annotations
 
-import importlib
+import pydoc
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+STUDIES = Path(__file__).parents[1] / "studies" / "README.md"
+"""A page of the site, as studies.md, that is not in docs/."""
+_SIGNATURES = re.compile(r"^```py signatures ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./|lab/)([^)\s#]+)[^)\s]*\)")
 """A link to a file outside docs/, or to the notes of docs/lab."""
 _FENCE = re.compile(r"^(```[a-z]+) [^\n]*$", re.MULTILINE)
 
 
+def on_files(files: Any, config: Any) -> Any:
+    """mkdocs calls this when it has listed the pages."""
+    from mkdocs.structure.files import File  # here, as tests import this module where mkdocs is not installed
+
+    files.append(File.generated(config, "studies.md", content=studies_page()))
+    return files
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """mkdocs calls this for each page."""
-    sys.path.append(str(Path(__file__).parent))
-    return adapted(importlib.import_module("generate").filled(markdown))
+    return adapted(markdown)
+
+
+def studies_page() -> str:
+    """Return studies/README.md with the links that it has when it is beside the other pages."""
+    text = STUDIES.read_text(encoding="utf-8").replace("](../docs/", "](")
+    return text.replace("](weft_studies/", "](../studies/weft_studies/")
 
 
 def adapted(markdown: str) -> str:
@@ -24,10 +39,21 @@ def adapted(markdown: str) -> str:
 
     >>> adapted("see [the engine](../weft/perf/engine.py#x), [engine.py](../weft/perf/engine.py)")
     'see the engine (`weft/perf/engine.py`), `weft/perf/engine.py`'
-    >>> adapted("in the [log](lab/log.md#fp8)")
-    'in the log (`docs/lab/log.md`)'
+    >>> adapted("in the [log](lab/log.md#fp8), [studies](../studies/README.md#t3)")
+    'in the log (`docs/lab/log.md`), [studies](studies.md#t3)'
     """
-    return _FENCE.sub(r"\1", _OUTSIDE.sub(_path, markdown))
+    text = _SIGNATURES.sub(_docstrings, markdown.replace("](../studies/README.md", "](studies.md"))
+    return _FENCE.sub(r"\1", _OUTSIDE.sub(_path, text))
+
+
+def _docstrings(block: re.Match[str]) -> str:
+    """Return mkdocstrings' lines for the names of a block of signatures: where each is defined."""
+    return "\n\n".join(f"::: {_defined(name)}" for name in block[1].split())
+
+
+def _defined(name: str) -> str:
+    found: Any = pydoc.locate(name)
+    return f"{found.__module__}.{found.__qualname__}"
 
 
 def _path(link: re.Match[str]) -> str:

@@ -207,11 +207,6 @@ def test_entries_have_the_keys_of_their_kind(
     assert "is not as ledger.toml says" in published.find_errors("It takes 40 us.")[0]
 
 
-def test_studies_are_left_out_and_the_rest_of_their_page_is_not(published: Published) -> None:
-    assert published.find_errors("## T3\n\nIt saves 12%.\n\n### More\n\nAnd 13%.\n") == []
-    assert len(published.find_errors("## T3\n\nIt saves 12%.\n\n## Fabrics\n\nAnd 13%.\n")) == 1
-
-
 def test_without_the_history_days_are_those_that_were_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     days = json.loads(text_tables.DAYS.read_text(encoding="utf-8"))
     monkeypatch.setattr(text_tables, "whole_history", lambda: False)

@@ -33,7 +33,7 @@ def study() -> DlrmStudy:
 
 
 def test_published_figures_are_missed_with_one_network_for_both(study: DlrmStudy) -> None:
-    """docs/studies.md says so: less is saved than was published, unless the unfused exchange is slower."""
+    """studies/README.md says so: less is saved than was published, unless the unfused exchange is slower."""
     found = figures(study)
     assert len(found) == 3
     assert all(figure.ours < figure.low for figure in found)

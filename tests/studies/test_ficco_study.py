@@ -106,7 +106,7 @@ def sequential_alone(case: studies.GemmCase) -> Scenario:
 
 
 def test_published_figures(study: FiccoStudy, stored: FiccoStudy) -> None:
-    """The ideal and what is reached of it are above what was published; docs/studies.md says why."""
+    """The ideal and what is reached of it are above what was published; studies/README.md says why."""
     found = {figure.name: figure for figure in figures(stored)}
     assert len(found) == 5
     assert {name for name, figure in found.items() if not figure.ok} == {

@@ -41,7 +41,7 @@ _RESHAPES = frozenset((torch.ops.aten.view.default, torch.ops.aten._unsafe_view.
 
 
 class CompilePass(CustomGraphPass):
-    """CompilePass replaces these patterns in each graph that torch.compile makes:
+    """CompilePass replaces matmuls with collectives in each graph that torch.compile makes. The patterns are:
 
         all_gather of rows, then matmuls of them        all_gather_matmul
         a matmul, then reduce_scatter of its rows       matmul_reduce_scatter
