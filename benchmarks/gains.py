@@ -4,9 +4,9 @@ Reads the rows (rows.py) of a folder of benchmarks/results and measures nothing.
 alternative over the time of `schedule="auto"`, both from one interleaved run. The alternatives are all the programs without
 weft that the benchmark timed: the sequential program with NCCL at its best, the same by torch.compile, and PyTorch's async TP.
 
-The gain over the sequential program is attributed. Weft's own programs that do not overlap (its collectives, lookups and
-choice of cuBLAS algorithm, one step after the other) are timed in the same run. `kernels` is sequential over the fastest of
-these, `overlap` is that over `auto`; the two multiply to the gain over sequential. Means over cases are geometric.
+A part of the gain may be faster kernels. So weft's own programs that do not overlap (its collectives, lookups and choice of
+cuBLAS algorithm, one step after the other) are timed in the same run. `overlap alone` is the fastest of these over `auto`.
+Means over cases are geometric.
 
     python -m benchmarks.gains benchmarks/results/h200x2
 """
@@ -14,6 +14,7 @@ these, `overlap` is that over `auto`; the two multiply to the gain over sequenti
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,7 @@ from pathlib import Path
 from benchmarks.rows import (
     Row,
     alternative,
-    best_us,
     default,
-    gain,
     geomean,
     read,
     unoverlapped,
@@ -34,19 +33,35 @@ NAMES = {
     "async_tp": "async TP",
     "torch_compile": "torch.compile",
     "two_streams": "two streams",
+    "hand": "by hand",
     "compiled": "weft_compiled",
     "pass": "weft_pass",
 }
 """How the tables call methods."""
 
 
+UNOVERLAPPED = "weft's, then NCCL"
+"""How the table calls weft's own computation followed by a collective."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Cases that one line of the table sums up. file: of the folder. holds: whether a row belongs to it."""
+    """Cases that one line of the table sums up. file: of the folder. holds: whether a row belongs to it. unoverlapped: whether
+    weft's own program without overlap is what the line compares with."""
 
     name: str
     file: str
     holds: Callable[[Row], bool] = lambda row: True
+    unoverlapped: bool = False
+
+    def other(self, row: Row) -> tuple[str, float]:
+        """Return the name and the time of what the line compares with."""
+        if not self.unoverlapped:
+            return alternative_name(row), alternative(row)[1]
+        return UNOVERLAPPED, unoverlapped(row) or math.nan
+
+    def gain(self, row: Row) -> float:
+        return self.other(row)[1] / (default(row) or math.nan)
 
 
 def _rows(low: int, high: int, mark: str) -> Callable[[Row], bool]:
@@ -73,6 +88,7 @@ GROUPS: tuple[Group, ...] = (
     Group(name="matmul with all_to_all, even", file="all_to_all", holds=lambda row: "experts" not in row.case),
     Group(name="matmul with all_to_all, splits", file="all_to_all", holds=lambda row: "experts" in row.case),
     Group(name="embedding_bag_all_to_all", file="embedding"),
+    Group(name="the same, against weft's own lookup", file="embedding", unoverlapped=True),
     *(
         Group(name=f"Mixtral layer, {part}", file="moe", holds=lambda row, part=part: row.case.endswith(part))
         for part in ("forward", "step")
@@ -80,45 +96,48 @@ GROUPS: tuple[Group, ...] = (
     Group(name="Llama 3 70B layers, decode", file="models", holds=_of("decode")),
     Group(name="Llama 3 70B layers, prefill", file="models", holds=_of("prefill")),
     *(
-        Group(name=f"{name}, step, {tokens} tokens", file="training", holds=_training(model, tokens))
+        Group(name=f"training step, {name}, {tokens} tokens", file="training", holds=_training(model, tokens))
         for name, model, tokens in (
-            ("Llama 3 8B layers", "llama3-8b", 8192),
-            ("Llama 3 70B layers", "llama3-70b", 8192),
-            ("four models", "", 8192),
-            ("four models", "", 2048),
+            ("Llama 3 8B", "llama3-8b", 8192),
+            ("Llama 3 70B", "llama3-70b", 8192),
+            ("4 models", "", 8192),
+            ("4 models", "", 2048),
         )
     ),
     Group(name="matmuls and a collective at once", file="concurrent"),
 )
 
 
-def cases(folder: Path, machine: str = "") -> dict[str, list[Row]]:
+def cases(folder: Path, machine: str = "") -> dict[Group, list[Row]]:
     """Each group's cases that the folder has. machine: only those of machines whose name begins so."""
-    found: dict[str, list[Row]] = {}
+    found: dict[Group, list[Row]] = {}
     for group in GROUPS:
         path = folder / f"{group.file}.jsonl"
         rows = [row for row in (read(path) if path.exists() else ()) if group.holds(row) and row.machine.startswith(machine)]
         if some := [row for row in rows if default(row)]:
-            found[group.name] = some
+            found[group] = some
     return found
 
 
 def table(folder: Path, others: Mapping[str, Path] | None = None) -> list[tuple[str, ...]]:
-    """The table, its head first. others: folders by the machine whose cases are taken, such as "4 x NVIDIA H200", each
-    a column with the mean gain in graphs and called eagerly."""
-    heads = ("operator, size", "cases", "fastest other", "graph", "eager", "worst", "kernels", "overlap")
+    """The table, its two lines of heads first. others: folders by the machine whose cases are taken, such as "4 x NVIDIA H200",
+    each two columns: the mean gain in graphs, and called eagerly."""
+    above = ("", "", "fastest program", "gain in", "called", "least", "overlap")
+    below = ("operator, size", "cases", "without weft", "graphs", "eagerly", "gain", "alone")
     more = {name: cases(other, name) for name, other in (others or {}).items()}
+    for name in more:
+        above, below = (*above, f"{name.replace('NVIDIA ', '')}:", ""), (*below, "graphs", "eagerly")
     rows = [
-        (*_line(name, some), *(" ".join(_means(found.get(name, ()))) for found in more.values()))
-        for name, some in cases(folder).items()
+        (*_line(group, some), *(mean for found in more.values() for mean in _means(group, found.get(group, ()))))
+        for group, some in cases(folder).items()
     ]
-    return [(*heads, *(name.replace("NVIDIA ", "") for name in more)), *rows]
+    return [above, below, *rows]
 
 
-def _means(some: Sequence[Row]) -> list[str]:
+def _means(group: Group, some: Sequence[Row]) -> list[str]:
     """The mean gain in graphs, and called eagerly."""
-    gains = ([gain(row) for row in some if row.mode == mode] for mode in ("graph", "eager"))
-    return [f"{geomean(found):.2f}" if found else "   -" for found in gains]
+    gains = ([group.gain(row) for row in some if row.mode == mode] for mode in ("graph", "eager"))
+    return [f"{geomean(found):.2f}" if found else "-" for found in gains]
 
 
 def alternative_name(row: Row) -> str:
@@ -127,17 +146,15 @@ def alternative_name(row: Row) -> str:
     return "sequential" if kind == "sequential" else NAMES.get(name, name)
 
 
-def _line(name: str, some: Sequence[Row]) -> tuple[str, ...]:
+def _line(group: Group, some: Sequence[Row]) -> tuple[str, ...]:
     count = max(sum(row.mode == mode for row in some) for mode in ("graph", "eager"))
-    (fastest, _), *others = Counter(map(alternative_name, some)).most_common()
-    # Attributed in graphs, where the host's time is in nothing.
+    (fastest, _), *others = Counter(group.other(row)[0] for row in some).most_common()
+    # In graphs, where the host's time is in nothing.
     graphs = [row for row in some if row.mode == "graph"] or list(some)
-    known = [(best_us(row, "sequential/"), us, default(row)) for row in graphs if (us := unoverlapped(row))]
-    parts = ["-", "-"]
-    if known:
-        sequential, plain, weft = (geomean(us or 0.0 for us in column) for column in zip(*known, strict=True))
-        parts = [f"{sequential / plain:.2f}", f"{plain / weft:.2f}"]
-    return (name, str(count), fastest + (" *" if others else ""), *_means(some), f"{min(map(gain, some)):.2f}", *parts)
+    known = [us / (default(row) or math.nan) for row in graphs if (us := unoverlapped(row))]
+    alone = f"{geomean(known):.2f}" if known else "-"
+    least = f"{min(map(group.gain, some)):.2f}"
+    return (group.name, str(count), fastest + (" *" if others else ""), *_means(group, some), least, alone)
 
 
 def main() -> None:

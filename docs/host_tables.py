@@ -19,11 +19,11 @@ CALLS = {
     AUTO: ("weft", "auto"),
     SEQUENTIAL: ("weft", "sequential"),
     PYTORCH: ("two calls", "of PyTorch"),
-    "sequential/preallocated": ("same, output", "preallocated"),
+    "sequential/preallocated": ("same, given", "output"),
     "peer/torch one_shot": ("matmul, then", "torch one-shot"),
     MATMUL: ("matmul", "alone"),
 }
-"""Methods of calls, and what stands above their columns. Another method of weft's is a schedule by its name."""
+"""Methods of calls, and what stands above their columns."""
 CLOCKS = {"host": "host time of a call, us", "loop": "wall time of a call in a loop, us"}
 STEPS = {
     "peer/hand": "PyTorch by hand",
@@ -56,20 +56,18 @@ def _ratio(times: Mapping[str, float], method: str, other: str) -> str:
 
 
 def host(bench: str) -> str:
-    """Return a row for each call: host times of weft and of PyTorch, and their ratios."""
+    """Return a row for each call: host times of weft and of PyTorch, for tensors that calls have had before, and for others."""
     rows = _read(bench, steps=False)
     moved = {(row.op, row.case): row.host_us for row in rows if row.state == NEW}
     heads = [
-        ("host time of a call, us", "weft", "weft", "two calls", "auto over", "new addresses:", "two calls", "auto over"),
-        ("operator, sizes of a rank", "auto", "sequential", "of PyTorch", "PyTorch", "weft auto", "of PyTorch", "PyTorch"),
+        ("host time of a call, us", "same tensors:", "matmul", "new tensors:", "matmul"),
+        ("operator, sizes of a rank", "weft", "and NCCL", "weft", "and NCCL"),
     ]
-    body = []
-    for row in rows:
-        if row.state == SAME:
-            new = moved.get((row.op, row.case), {})
-            first = (*(_us(row.host_us, method) for method in (AUTO, SEQUENTIAL, PYTORCH)), _ratio(row.host_us, AUTO, PYTORCH))
-            second = (_us(new, AUTO), _us(new, PYTORCH), _ratio(new, AUTO, PYTORCH))
-            body.append((f"{row.op} {row.case}", *first, *second))
+    body = [
+        (f"{row.op} {row.case}", *(_us(times, of) for times in (row.host_us, moved[row.op, row.case]) for of in (AUTO, PYTORCH)))
+        for row in rows
+        if row.state == SAME
+    ]
     return table([*heads, *body]) + source(rows)
 
 
@@ -78,20 +76,17 @@ def host_calls(bench: str, clock: str) -> str:
     rows = _read(bench, steps=False)
     above, below = zip(*CALLS.values(), strict=True)
     heads = [
-        (CLOCKS[clock], "", *above, "weft by", "", "auto over", "auto"),
-        ("operator, sizes of a rank", "calls have", *below, "name", "which", "PyTorch", "chose"),
+        (CLOCKS[clock], "", *above, "auto over", "auto"),
+        ("operator, sizes of a rank", "calls have", *below, "PyTorch", "chose"),
     ]
     return table([*heads, *(_call(row, row.host_us if clock == "host" else row.us) for row in rows)]) + source(rows)
 
 
 def _call(row: Row, times: Mapping[str, float]) -> tuple[str, ...]:
-    named = next((name for name in times if name.startswith("weft/") and name not in CALLS), "")
     return (
         f"{row.op} {row.case}",
         row.state,
         *(_us(times, method) for method in CALLS),
-        _us(times, named),
-        named.partition("/")[2] or "-",
         _ratio(times, AUTO, PYTORCH),
         row.chosen or "-",
     )
@@ -101,8 +96,8 @@ def host_steps(bench: str, part: str) -> str:
     """Return a row for each case and method of a part."""
     rows = [row for row in _read(bench, steps=True) if row.op == part]
     heads: list[Sequence[str]] = [
-        ("case", "method", "host time", "host time", "wall time", "wall time", "memory of", "relative"),
-        ("", "", "of a step, us", "over the first", "of a step, us", "over the first", "a step, MiB", "difference"),
+        ("case", "host,", "over the", "wall,", "over the", "memory,"),
+        ("  method", "us", "first", "us", "first", "MiB"),
     ]
     return table([*heads, *(line for row in rows for line in _steps(row))]) + source(rows)
 
@@ -110,20 +105,17 @@ def host_steps(bench: str, part: str) -> str:
 def _steps(row: Row) -> list[tuple[str, ...]]:
     methods = sorted((name for name in STEPS if name in row.host_us), key=lambda name: name not in REFERENCES)
     first = methods[0]
-    found: list[tuple[str, ...]] = []
-    for number, name in enumerate(methods):
+    found: list[tuple[str, ...]] = [(row.case, "", "", "", "", "")]
+    for name in methods:
         nbytes = row.extra.get("step_bytes", {}).get(name)
-        worst = max(row.extra["difference"][name].values())
         found.append(
             (
-                row.case if number == 0 else "",
-                STEPS[name],
+                f"  {STEPS[name]}",
                 _us(row.host_us, name),
                 _ratio(row.host_us, name, first),
                 _us(row.us, name),
                 _ratio(row.us, name, first),
                 "-" if nbytes is None else f"{nbytes / 2**20:,.0f}",
-                f"{worst:.4f}",
             )
         )
     return found

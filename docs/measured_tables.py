@@ -2,7 +2,7 @@
 h200x2/tp. MODE says how calls were made: graph or eager.
 
 gains FOLDER         what `auto` gains over the fastest alternative, by operator and size
-cases BENCH          every case: each half alone, the fastest alternative, and `auto`, in graphs and eager
+cases BENCH          every case: `auto` and the fastest alternative, in graphs and eager
 paper BENCH MODE     the fused kernels' published comparison
 concurrent BENCH MODE    GEMMs and a collective at the same time
 conccl BENCH MODE    the 30 pairs of ConCCL's evaluation
@@ -52,7 +52,7 @@ def _least(row: Row, *kinds: str) -> tuple[str, ...]:
 ALONE = ("computation/", "communication/", "sequential/")
 
 
-OTHERS = {"8 x NVIDIA H200": RESULTS / "h200x8"}
+OTHERS = {"8 x NVIDIA H200": RESULTS / "h200x8", "4 x NVIDIA H100": RESULTS / "h100x4"}
 """By machine, the folder of its results."""
 
 
@@ -71,37 +71,33 @@ def gains(folder: str) -> str:
 
 
 def cases(bench: str) -> str:
-    """Every case, in us. In graphs, or else eager: the gain, `auto`, the fastest alternative and its name, the share of the
-    ideal, what `auto` chose, and each half alone. If both modes were measured, also the gain and both times of eager calls."""
+    """Every case by operator, in us. In graphs, or else eager: the gain, `auto`, the fastest alternative and its name, the share
+    of the ideal, and what `auto` chose. If both modes were measured, also the gain of eager calls."""
     rows = [row for row in lines(bench) if default(row)]
     modes = [mode for mode in ("graph", "eager") if any(row.mode == mode for row in rows)]
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    found: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows:
-        found.setdefault((row.op, row.case), {})[row.mode] = row
-    heads = ("gain", "auto", "other", "which", "of ideal", "chosen", "comm.", "comp.")
-    eager = ("eager gain", "auto", "other") if modes[1:] else ()
-    body = [
-        (f"{op} {case}", *_case(some.get(modes[0])), *(_eager_case(some.get("eager")) if eager else ()))
-        for (op, case), some in found.items()
-    ]
-    return table([("operator, case", *heads, *eager), *body]) + source(rows, " and ".join(modes))
+        found.setdefault(row.op, {}).setdefault(row.case, {})[row.mode] = row
+    eager = ("eager gain",) if modes[1:] else ()
+    body = [("case", "gain", "auto", "other", "which", "of ideal", "chosen", *eager)]
+    for op, each in found.items():
+        body.append((op, *[""] * (len(body[0]) - 1)))
+        for case, some in each.items():
+            body.append((f"  {case}", *_case(some.get(modes[0])), *(_eager_gain(some.get("eager")) if eager else ())))
+    return table(body) + source(rows, " and ".join(modes))
 
 
 def _case(row: Row | None) -> tuple[str, ...]:
     if row is None:
-        return ("-",) * 8
+        return ("-",) * 6
     halves = best_us(row, "communication/"), best_us(row, "computation/")
     share = f"{ideal(row) / (default(row) or math.nan):.2f}" if all(halves) else "-"
-    other = benchmark("gains").alternative_name(row)
-    return (*_gain(row), other, share, row.chosen or "-", *map(_us, halves))
+    times = (_us(default(row)), _us(alternative(row)[1]))
+    return (f"{gain(row):.2f}x", *times, benchmark("gains").alternative_name(row), share, row.chosen or "-")
 
 
-def _eager_case(row: Row | None) -> tuple[str, ...]:
-    return _gain(row) if row else ("-",) * 3
-
-
-def _gain(row: Row) -> tuple[str, ...]:
-    return (f"{gain(row):.2f}x", _us(default(row)), _us(alternative(row)[1]))
+def _eager_gain(row: Row | None) -> tuple[str, ...]:
+    return (f"{gain(row):.2f}x" if row else "-",)
 
 
 def paper(bench: str, mode: str) -> str:

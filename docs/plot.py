@@ -33,11 +33,11 @@ RANGE = (0.4, 1.25)
 
 def gains(folder: Path) -> go.Figure:
     """A row for each group of cases: a dot for each case, a bar at their geometric mean."""
-    found = benchmark("gains").cases(folder)
-    names = list(found)[::-1]
+    groups = {group.name: rows for group, rows in benchmark("gains").cases(folder).items() if not group.unoverlapped}
+    names = list(groups)[::-1]
     made = go.Figure()
     for shift, mode, colour in ((0.17, "graph", BLUE), (-0.17, "eager", ORANGE)):
-        gains = {at: [gain(row) for row in found[name] if row.mode == mode] for at, name in enumerate(names)}
+        gains = {at: [gain(row) for row in groups[name] if row.mode == mode] for at, name in enumerate(names)}
         points = [(at + shift, each) for at, some in gains.items() for each in some]
         means = [(at + shift, geomean(some)) for at, some in gains.items() if some]
         made.add_bar(

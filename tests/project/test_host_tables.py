@@ -43,20 +43,21 @@ def cells(words: str) -> list[list[str]]:
 @pytest.mark.usefixtures("results")
 def test_weft_is_compared_with_the_two_calls_of_pytorch() -> None:
     *_, line = [row for row in cells("host host") if row[:1] == ["all_gather_matmul"]]
-    assert line == ["all_gather_matmul", "one", "30.0", "80.0", "60.0", "0.50", "90.0", "60.0", "1.50"]
+    assert line == ["all_gather_matmul", "one", "30.0", "60.0", "90.0", "60.0"]
 
 
 @pytest.mark.usefixtures("results")
-@pytest.mark.parametrize(("clock", "auto", "named"), [("host", "30.0", "35.0"), ("loop", "60.0", "70.0")])
-def test_calls_by_both_clocks(clock: str, auto: str, named: str) -> None:
+@pytest.mark.parametrize(("clock", "auto"), [("host", "30.0"), ("loop", "60.0")])
+def test_calls_by_both_clocks(clock: str, auto: str) -> None:
     same, new = [row for row in cells(f"host_calls host {clock}") if row[:1] == ["all_gather_matmul"]]
     assert same[2:5] == ["same", "tensors", auto]
-    assert same[-4:] == [named, "flag_gated:2", "0.50", "sequential"]
+    assert same[-2:] == ["0.50", "sequential"]
     assert new[2:4] == ["new", "addresses"]
 
 
 @pytest.mark.usefixtures("results")
 def test_steps_are_compared_with_the_hand_written_one() -> None:
-    _, _, hand, weft, *_ = cells("host_steps host training")
-    assert hand == ["one", "PyTorch", "by", "hand", "2,500", "1.00", "5,000", "1.00", "-", "0.0040"]
-    assert weft == ["weft", "5,000", "2.00", "10,000", "2.00", "3", "0.0040"]
+    _, _, case, hand, weft, *_ = cells("host_steps host training")
+    assert case == ["one"]
+    assert hand == ["PyTorch", "by", "hand", "2,500", "1.00", "5,000", "1.00", "-"]
+    assert weft == ["weft", "5,000", "2.00", "10,000", "2.00", "3"]
