@@ -293,7 +293,8 @@ def fp8_kernels(gemm: str, row: str, grouped: str) -> str:
             baseline = "computation/torch_fp8" if kind == "experts" else "computation/cublas"
             speeds = [(best_us(one, baseline) or math.nan) / one.us[f"computation/{name}"] for one in cases]
             rows.append((kind, name, str(len(speeds)), f"{statistics.geometric_mean(speeds):.2f}"))
-    return table(rows) + "".join(source(lines(bench)) for bench in (gemm, row, grouped))
+    below = (source(lines(bench)).strip() for bench in (gemm, row, grouped))
+    return "\n".join([table(rows), "", *dict.fromkeys(below)])
 
 
 MAKERS: dict[str, Callable[..., str]] = {
