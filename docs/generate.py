@@ -20,7 +20,7 @@ A generated part is a fenced block whose first line says what it shows:
     ```text host BENCH            host_tables.py: host time of calls and of training steps
     ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
     ```text targets OF            which kernels compile for which GPUs (kernel_targets), and why others do not
-    ```py signatures NAME ...     signatures.py: signatures of public names
+    ```py signatures GROUP        signatures.py: signatures of public names
 
 Pages are committed with their blocks filled in. tests/project/test_docs.py fails where a block is not what its words make now.
 """

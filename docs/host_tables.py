@@ -64,7 +64,10 @@ def host(bench: str) -> str:
         ("operator, sizes of a rank", "weft", "and NCCL", "weft", "and NCCL"),
     ]
     body = [
-        (f"{row.op} {row.case}", *(_us(times, of) for times in (row.host_us, moved[row.op, row.case]) for of in (AUTO, PYTORCH)))
+        (
+            f"{row.op} {row.case}",
+            *(_us(times, of) for times in (row.host_us, moved[row.op, row.case]) for of in (AUTO, PYTORCH)),
+        )
         for row in rows
         if row.state == SAME
     ]
@@ -72,14 +75,15 @@ def host(bench: str) -> str:
 
 
 def host_calls(bench: str, clock: str) -> str:
-    """Return a row for each call and variant, with all methods."""
+    """Return a row for each call and variant, with all methods. By the host's clock two streams are as one, and left out."""
     rows = _read(bench, steps=False)
     above, below = zip(*CALLS.values(), strict=True)
     heads = [
         (CLOCKS[clock], "", *above, "auto over", "auto"),
         ("operator, sizes of a rank", "calls have", *below, "PyTorch", "chose"),
     ]
-    return table([*heads, *(_call(row, row.host_us if clock == "host" else row.us) for row in rows)]) + source(rows)
+    shown = (row for row in rows if clock == "loop" or row.state != STREAMS)
+    return table([*heads, *(_call(row, row.host_us if clock == "host" else row.us) for row in shown)]) + source(rows)
 
 
 def _call(row: Row, times: Mapping[str, float]) -> tuple[str, ...]:

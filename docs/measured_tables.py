@@ -71,8 +71,8 @@ def gains(folder: str) -> str:
 
 
 def cases(bench: str) -> str:
-    """Every case by operator, in us. In graphs, or else eager: the gain, `auto`, the fastest alternative and its name, the share
-    of the ideal, and what `auto` chose. If both modes were measured, also the gain of eager calls."""
+    """Every case by operator, in us. In graphs, or else eager: the gain, `auto`, the fastest alternative and its name, what is
+    reached of the ideal, and what `auto` chose. If both modes were measured, also the gain of eager calls."""
     rows = [row for row in lines(bench) if default(row)]
     modes = [mode for mode in ("graph", "eager") if any(row.mode == mode for row in rows)]
     found: dict[str, dict[str, dict[str, Row]]] = {}

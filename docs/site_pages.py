@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pydoc
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent))
+import signatures
+
 STUDIES = Path(__file__).parents[1] / "studies" / "README.md"
 """A page of the site, as studies.md, that is not in docs/."""
-_SIGNATURES = re.compile(r"^```py signatures ([^\n]*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+_SIGNATURES = re.compile(r"^```py signatures (\w+)\n.*?^```$", re.MULTILINE | re.DOTALL)
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./|lab/)([^)\s#]+)[^)\s]*\)")
 """A link to a file outside docs/, or to the notes of docs/lab."""
 _FENCE = re.compile(r"^(```[a-z]+) [^\n]*$", re.MULTILINE)
@@ -48,7 +52,7 @@ def adapted(markdown: str) -> str:
 
 def _docstrings(block: re.Match[str]) -> str:
     """Return mkdocstrings' lines for the names of a block of signatures: where each is defined."""
-    return "\n\n".join(f"::: {_defined(name)}" for name in block[1].split())
+    return "\n\n".join(f"::: {_defined(name)}" for name in signatures.GROUPS[block[1]])
 
 
 def _defined(name: str) -> str:

@@ -132,12 +132,12 @@ def test_a_block_is_filled(generate: SimpleNamespace) -> None:
 
 def test_signatures_are_as_a_user_writes_them(generate: SimpleNamespace) -> None:
     """Defaults are in quotes where they are text; methods have no self; what is not there is an error."""
-    made = generate.made("signatures weft.ColwiseParallel weft.Machine.what_if weft.PeerLost")
+    made = generate.made("signatures models") + generate.made("signatures plans") + generate.made("signatures errors")
     assert "weft.ColwiseParallel(*, input_layouts=None, output_layouts=None, use_local_output=True, schedule='auto'" in made
     assert "weft.Machine.what_if(changes=None, /, **more)\n    Return this machine" in made
     assert "weft.PeerLost\n" in made
     with pytest.raises(ValueError, match=r"there is no weft\.gather"):
-        generate.made("signatures weft.gather")
+        generate.signatures.signature("weft.gather")
 
 
 MOST_BYTES = 434_000
