@@ -19,7 +19,7 @@ Operators take a Schedule as `schedule=`. One written by hand consists of Buffer
     Signal(flag)                         signal a flag of any rank, when the earlier steps of the lane are done
 
 A lane of kind copy runs Copy, Wait and Signal. Lanes of kind compute and blocks run all of them. A Region is a rectangle of a
-Buffer on a rank, and a Flag belongs to the rank that waits for it. docs/write-a-schedule.md writes two builders.
+Buffer on a rank, and a Flag belongs to the rank that waits for it. docs/write-a-schedule.md writes a builder.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ differ from what happens with the unchanged one on the ranks whose lanes are cha
 step on CPUs, each lane also has to wait, signal and copy as its schedule says, in that order.
 
 A new family or kind of step is covered by being listed in families.py and test_every_step.py. One that no change fits makes a
-test fail, unless it is listed here with the reason. What execution does not follow is listed in docs/design.md."""
+test fail, unless it is listed here with the reason. What execution does not follow is listed in docs/lab/decisions.md."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ KERNELS: dict[type[Step], list[tuple[Op, str]]] = {
 NO_KERNELS = (Wait, Signal, Copy, Collective, SendReceive, UserCall)
 """Copies, gloo's collectives and messages; flags of their own steps. They run as on CPUs without kernels."""
 INVISIBLE = {(ShareCounts, "flag"): "its kernel has a word for each rank, whatever its flags are called"}
-"""What the proof reads and kernels do not follow, as docs/design.md lists it."""
+"""What the proof reads and kernels do not follow, as docs/lab/decisions.md lists it."""
 RUN_BY_KERNELS = list(dict.fromkeys(case for cases in KERNELS.values() for case in cases))
 
 
@@ -385,5 +385,5 @@ def test_every_family_runs_what_is_changed_as_kernels(op: Op, spec: str) -> None
         own = [before != after for before, after in zip(schedule.ranks, other.ranks, strict=True)]
         assert all(mine for mine, differs in zip(own, differ, strict=True) if differs), (op, spec, name)
         shown[name.partition(" ")[0]] |= differ == own
-    # One change of a kind may be of what execution does not follow (docs/design.md), but not all three.
+    # One change of a kind may be of what execution does not follow (docs/lab/decisions.md), but not all three.
     assert all(shown.values()), (op, spec, shown)

@@ -19,12 +19,14 @@ import torch.distributed as dist
 import weft
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "triton.md"
+MORE = Path(__file__).with_name("triton_examples.md")
+"""Examples of functions that the document describes in words."""
 _BLOCK = re.compile(r"^```py ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def documented() -> dict[str, str]:
-    """By name, the source of each example in the document, with the imports that it says they begin with."""
-    (_, imports), *named = _BLOCK.findall(DOCUMENT.read_text(encoding="utf-8"))
+    """By name, the source of each example, with the imports that the document says they begin with."""
+    (_, imports), *named = _BLOCK.findall(DOCUMENT.read_text(encoding="utf-8") + MORE.read_text(encoding="utf-8"))
     return {name: f"{imports}\n\n{code}" for name, code in named}
 
 

@@ -70,6 +70,13 @@ def test_schedule_by_hand(tmp_path: Path) -> None:
     assert float(difference) < 1e-5
 
 
+def test_a_schedule_of_sums(tmp_path: Path) -> None:
+    assert "reduce partial + recv -> out" in run(str(EXAMPLES / "schedule_of_sums.py"), folder=tmp_path)
+    options = ("--schedule", "counted", "--ranks", "3", "--device", "cpu", "--tokens", "32", "--import", "schedule_of_sums")
+    text = run("-m", "weft", "run", "llama3-8b", "--op", "matmul_reduce_scatter", *options, folder=EXAMPLES)
+    assert "All results are right" in text
+
+
 @pytest.mark.slow
 def test_plan_a_small_config(tmp_path: Path) -> None:
     text = run(str(EXAMPLES / "03_plan_a_config.py"), "--report", str(tmp_path / "report"), "--tokens", "16", folder=tmp_path)

@@ -1,6 +1,6 @@
 """Functions and memory for your own Triton kernels that exchange data between ranks.
 
-docs/triton.md documents each with an example. examples/triton/ leads from one flag to a fused operator in five steps.
+docs/triton.md describes each. examples/triton/ leads from one flag to a fused operator in five steps.
 """
 
 from __future__ import annotations
