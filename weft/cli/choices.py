@@ -154,10 +154,12 @@ def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tu
     return choose_dtype(dtype), None
 
 
-def make_problem(layer: OperatorCall, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
-    """Return the problem of an operator call. Raises a ValueError that names the layer."""
+def make_problem(
+    layer: OperatorCall, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None, nodes: tuple[int, ...] = ()
+) -> Problem:
+    """Return the problem of an operator call. nodes: as Problem.nodes. Raises a ValueError that names the layer."""
     try:
-        return layer.problem(tokens, ranks, dtype, scaling)
+        return replace(layer.problem(tokens, ranks, dtype, scaling), nodes=nodes)
     except ValueError as error:
         raise ValueError(f"{error}, at {layer.name}") from None
 
@@ -181,7 +183,8 @@ def choose_schedule(schedule: str, layers: Sequence[OperatorCall]) -> tuple[str 
         try:
             check_op(name, layer.op)
         except ValueError as error:
-            raise ValueError(f"{error}; or use --op {' or --op '.join(FAMILIES[name].builders)}") from None
+            others = " or ".join(f"--op {op}" for op in FAMILIES[name].builders if op in (*OPS, *LOOKUP_OPS))
+            raise ValueError(f"{error}{others and f'; or use {others}'}") from None
     return name, chunks
 
 

@@ -191,7 +191,7 @@ def plan_training(
         model: from `weft.planner.models.load_model`. If layers differ, the step is that of the average layer.
         machine: a Machine, a shipped profile's name, or a JSON file's path.
         tokens: those of all ranks, in one sequence.
-        ranks: those that share a layer.
+        ranks: those that share a layer. More than the machine has GPUs are on several such nodes.
         dtype: of activations and weights.
         keep_gathered: whether gathered inputs are kept for the backward pass, as `weft.parallelize` does by default. Otherwise
             they are gathered again.
@@ -201,7 +201,8 @@ def plan_training(
     if not model.heads:
         raise ValueError(f"model is {model.name}, whose attention has no known sizes; a training step needs heads and head_dim")
     machine = as_machine(machine)
-    _, calls = choose_expert_calls(model, operator_calls(model), ranks)
+    nodes = machine.nodes_for(ranks)
+    _, calls = choose_expert_calls(model, operator_calls(model), ranks, nodes=nodes)
     plans: dict[Problem, Plan] = {}
 
     def planned(problem: Problem) -> Plan:
@@ -209,7 +210,8 @@ def plan_training(
 
     found = []
     for call in calls:
-        forward = forward_problem(call.problem(tokens, ranks, dtype), keep_gathered=keep_gathered)
+        problem = replace(call.problem(tokens, ranks, dtype), nodes=nodes)
+        forward = forward_problem(problem, keep_gathered=keep_gathered)
         backward = backward_problem(forward, call.weights)
         found.append(
             TrainedCall(
