@@ -456,7 +456,9 @@ def test_help_ends_well(weft: Weft, arguments: Sequence[str]) -> None:
 # --- the real thing, in processes of its own ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["--help"], ["schedules"], ["plan", "t-nlg", "--op", "all_gather_matmul"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["schedules"], ["plan", "t-nlg", "--op", "all_gather_matmul"], ["plan", "gpt-oss-20b"]]
+)
 def test_commands_that_do_not_run_never_import_torch(command: list[str]) -> None:
     code = "import sys; from weft.cli import main; s = main(sys.argv[1:]); sys.exit(s or ('torch' in sys.modules) * 77)"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=100, check=False)

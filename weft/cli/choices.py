@@ -114,6 +114,9 @@ def choose_layers(name: str, op: str | None, layer: str | None = None, *, ranks:
 def _parallelized(name: str, model: Model, ranks: int) -> Model:
     """Return the model with the operator calls that it has after weft.parallelize, if that takes it, or a note why not."""
     path = config_path(name)
+    if path is None and model.places and model.kv_heads % ranks:  # a preset has the places for numbers that divide its heads
+        why = f"needs a number of ranks that divides the {model.kv_heads} key and value heads"
+        return replace(model, places=(), notes=(f"weft.parallelize {why}; styles could make these calls", *model.notes))
     config = None if path is None or not model.read else read_transformers_config(path)
     if config is None:
         return model
