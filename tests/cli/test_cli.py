@@ -248,6 +248,10 @@ def test_run_writes_report_and_trace(weft: Weft, runner: Runner, without_gpus: N
         (["run", "llama3-8b", "--device", "tpu"], ["'tpu'", "auto, cpu, cuda"]),
         (["run", "llama3-8b", "--tokens", "many"], ["--tokens"]),
         (["run", "llama3-8b", "--seed", "-1"], ["--seed"]),
+        (["plan", "llama3-8b", "--ranks", "17"], ["ranks is 17", "h200x8 of 8 GPUs", "3 nodes", "use 15 or 18"]),
+        (["plan", "llama3-8b", "--ranks", "16", "--machine", "a100x8"], ["a100x8 has no network", "network.gbps"]),
+        (["plan", "llama3-8b", "--ranks", "16", "--schedule", "flag_gated"], ["'flag_gated'", "sequential or node_slices"]),
+        (["plan", "llama3-8b", "--schedule", "two_shot"], ["'two_shot'", "--op matmul_all_reduce"]),
         (["run", "llama3-8b", "--device", "cuda", "--ranks", "4"], ["ranks is 4", "--device cpu"]),
         (["run", "llama3-8b", "--report", "/dev/null"], ["--report /dev/null"]),
         (["run", "llama3-8b", "--json", "/nowhere/x.json"], ["--json /nowhere/x.json", "No such file"]),
@@ -354,6 +358,18 @@ def test_plan_json_is_parseable_and_complete(weft: Weft, planner: None) -> None:
     assert (plan.problem.world_size, plan.problem.m, plan.chosen.spec) == (8, 8192, data["layers"][0]["schedule"])
 
 
+def test_more_ranks_than_gpus_are_planned_on_several_nodes(weft: Weft) -> None:
+    wide = ("plan", "mixtral-8x7b", "--ranks", "16")
+    status, out, _ = weft(*wide, "--tokens", "65536", "--op", "all_gather_matmul", "--json", "-")
+    (layer,) = json.loads(out)["layers"]
+    assert (status, layer["plan"]["problem"]["nodes"]) == (0, [8, 8])
+    assert {one["schedule"] for one in layer["plan"]["candidates"]} == {"sequential", "node_slices"}
+    _, out, _ = weft(*wide, "--tokens", "512")
+    assert "2 nodes of 8 x NVIDIA H200 SXM on NVSwitch: 16 ranks" in out
+    assert "weft.ExpertParallel needs one node" in " ".join(out.split())
+    assert "sequential and node_slices" in " ".join(out.split())
+
+
 def test_experts_are_planned_with_splits_unless_a_schedule_is_named(weft: Weft, tmp_path: Path) -> None:
     command = ("plan", "mixtral-8x7b", "--ranks", "2", "--tokens", "512", "--layer", "expert down + combine")
     file = tmp_path / "combine.json"
@@ -440,7 +456,9 @@ def test_help_ends_well(weft: Weft, arguments: Sequence[str]) -> None:
 # --- the real thing, in processes of its own ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [["--help"], ["schedules"], ["plan", "t-nlg", "--op", "all_gather_matmul"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["schedules"], ["plan", "t-nlg", "--op", "all_gather_matmul"], ["plan", "gpt-oss-20b"]]
+)
 def test_commands_that_do_not_run_never_import_torch(command: list[str]) -> None:
     code = "import sys; from weft.cli import main; s = main(sys.argv[1:]); sys.exit(s or ('torch' in sys.modules) * 77)"
     done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, timeout=100, check=False)
@@ -480,6 +498,18 @@ def test_every_family_is_shown_with_its_timeline(weft: Weft) -> None:
     assert set(others.split(", ")) == set(FAMILIES) - set(families("matmul_reduce_scatter"))
     assert "matmul_all_reduce M=12" in weft("schedules", "two_shot")[1]
     assert len(weft("schedules", "flag_gated")[1]) < len(out) / 3
+
+
+def test_a_family_for_nodes_is_shown_on_nodes_and_one_of_collectives_with_what_takes_it(weft: Weft) -> None:
+    _, out, _ = weft("schedules", "node_slices")
+    assert "on nodes of 2, 2" in out
+    assert "rank 0, network" in out
+    assert "rank 0, network" in weft("schedules")[1]
+    _, out, _ = weft("schedules", "copy_engine")
+    assert "weft run" not in out
+    assert "schedule=NAME or NAME:CHUNKS in a call of weft.collectives." in out
+    is_one_error(weft("run", "llama3-8b", "--schedule", "copy_engine"), "all_to_all alone")
+    assert "--op" not in weft("run", "llama3-8b", "--schedule", "copy_engine")[2]
 
 
 def test_embedding_tables_run(weft: Weft) -> None:

@@ -10,7 +10,7 @@ import pytest
 from machine_tiny import tiny
 
 from weft.core import codec, machine
-from weft.core.hardware import numbers
+from weft.core.hardware import Table, numbers
 
 PROFILES = Path(machine.__file__).with_name("machines")
 
@@ -102,3 +102,13 @@ def test_what_a_machine_lacks_is_named() -> None:
         tiny().tflops("float32")
     with pytest.raises(ValueError, match=r"machine is 'h100'"):
         machine.load("h100")
+
+
+def test_h100s_on_a_host_of_eight_are_those_that_were_measured_in_twos() -> None:
+    two, eight = machine.load("h100x2"), machine.load("h100x8")
+    assert two.gpu == eight.gpu
+    for op in ("all_gather", "reduce_scatter"):
+        measured, derived = two.collectives[op], eight.collectives[op]  # type: ignore[index]
+        assert isinstance(measured, Table)
+        assert isinstance(derived, Table)
+        assert next(each for each in derived.also if each.world_size == 2).points == measured.points

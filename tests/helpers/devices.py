@@ -36,6 +36,7 @@ def properties(name: str, capability: tuple[int, int], sms: int, shared_kib: int
 
 
 H200 = properties("NVIDIA H200", (9, 0), 132, 227, l2_mib=60)
+H100 = properties("NVIDIA H100 80GB HBM3", (9, 0), 132, 227)
 A100 = properties("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163, l2_mib=40)
 L40S = properties("NVIDIA L40S", (8, 9), 142, 99, l2_mib=96, memory_clock_rate=9_001_000, memory_bus_width=384)
 B200 = properties("NVIDIA B200", (10, 0), 148, 227, l2_mib=126)

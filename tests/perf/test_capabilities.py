@@ -27,7 +27,7 @@ from weft.runtime.cuda_resources import CudaResources
 from weft.schedules import build
 
 GPU = torch.device("cuda")
-ALL = (devices.H200, devices.A100, devices.L40S, devices.B200, devices.V100, devices.MI300X)
+ALL = (devices.H200, devices.H100, devices.A100, devices.L40S, devices.B200, devices.V100, devices.MI300X)
 
 
 def found_bytes(found: Any) -> int:
@@ -72,9 +72,12 @@ def test_pushes_leave_an_sm_of_a_small_gpu() -> None:
 
 
 def test_a_known_gpu_is_predicted_by_its_shipped_profile(caplog: pytest.LogCaptureFixture) -> None:
-    for found, name in ((devices.H200, "h200x8"), (devices.A100, "a100x8"), (devices.MI300X, "mi300x8")):
+    known = {"h200x8": devices.H200, "h100x8": devices.H100, "b200x8": devices.B200, "a100x8": devices.A100}
+    for name, found in (*known.items(), ("mi300x8", devices.MI300X)):
         with devices.pretend(found):
             assert nearest_profile(GPU) == machine.load(name)
+    with devices.pretend(devices.H100):
+        assert nearest_profile(GPU, 2) == machine.load("h100x2")
     assert nearest_profile(torch.device("cpu")) == machine.load("h200x8")
     assert not caplog.records
 
@@ -106,7 +109,11 @@ def test_an_unknown_gpu_is_predicted_by_its_own_numbers_and_the_log_says_so_once
     assert codec.loads(machine.Machine, codec.dumps(found), "") == found
 
 
-@pytest.mark.parametrize("found", [devices.H200, devices.A100, devices.MI300X], ids=lambda found: found.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "found",
+    [devices.H200, devices.H100, devices.B200, devices.A100, devices.MI300X],
+    ids=lambda found: found.name.replace(" ", "-"),
+)
 def test_a_shipped_profile_says_what_blocks_of_its_gpu_may_use(found: Any) -> None:
     with devices.pretend(found):
         block, said = capabilities(GPU), nearest_profile(GPU).gpu.capabilities
@@ -138,10 +145,18 @@ def test_kernels_of_a_profile_need_its_shared_memory() -> None:
 
 
 def test_a_newer_gpu_is_estimated_from_the_newest_profile() -> None:
-    with devices.pretend(devices.B200):
+    newer = devices.properties("NVIDIA B300 SXM6 AC", (10, 3), 160, 227, l2_mib=126)
+    with devices.pretend(newer):
         found = nearest_profile(GPU)
-    assert found.tflops("bfloat16") == pytest.approx(2 * 989 * 148 / 132)
-    assert found.copies == machine.load("h200x8").copies
+    assert found.tflops("bfloat16") == pytest.approx(2250 * 160 / 148)
+    assert found.copies == machine.load("b200x8").copies
+
+
+def test_a_board_with_the_name_of_a_known_gpu_and_fewer_sms_is_estimated() -> None:
+    with devices.pretend(devices.properties("NVIDIA H100 PCIe", (9, 0), 114, 227)):
+        found = nearest_profile(GPU)
+    assert (found.name, found.gpu.sms) == ("h200x8-estimated", 114)
+    assert found.tflops("bfloat16") == pytest.approx(989 * 114 / 132)
 
 
 def test_blocks_of_collectives_are_as_many_as_the_named_profile_says(

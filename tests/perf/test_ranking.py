@@ -118,7 +118,7 @@ def problems() -> st.SearchStrategy[Problem]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(problem=problems(), on=st.sampled_from(tuple(map(load, names()))))
+@given(problem=problems(), on=st.sampled_from([each for each in map(load, names()) if each.world_size >= 4]))
 def test_it_names_a_schedule_of_the_operator_always(problem: Problem, on: Machine) -> None:
     name, chunks = parse(heuristic(problem, on))
     check_op(name, problem.op)

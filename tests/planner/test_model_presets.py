@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import preset_files
 import pytest
 
+from weft.cli.choices import choose_layers
 from weft.core import codec
 from weft.core.problem import LookupProblem, RaggedProblem, split
 from weft.planner.models import EmbeddingCall, Model, choose_expert_calls, load_model, operator_calls, preset_names
@@ -101,3 +104,29 @@ def test_unknown_name_lists_presets_and_suggests() -> None:
         load_model("llama-70b")
     with pytest.raises(ValueError, match="model is 'x'"):
         load_model("x")
+
+
+MODULES = [(name, ranks) for name in preset_files.CONFIGS for ranks in (2, 8)]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [pytest.param(*each, marks=() if each == ("gpt-oss-20b", 8) else pytest.mark.slow) for each in MODULES],
+)
+def test_a_preset_of_modules_is_what_its_config_is_planned_as(tmp_path: Path, name: str, ranks: int) -> None:
+    """`python tests/helpers/preset_files.py` writes the presets anew."""
+    pytest.importorskip("transformers", minversion="5.0")
+    made = preset_files.make(name, tmp_path, ranks)
+    stored, calls = choose_layers(name, None, ranks=ranks)
+    assert replace(stored, source="") == replace(made, source="")
+    assert calls == made.read
+
+
+def test_a_preset_of_modules_promises_what_weft_parallelize_runs() -> None:
+    assert [call.name for call in operator_calls(load_model("gpt-oss-120b"))] == ["attention QKV", "attention out"]
+    _, calls = choose_layers("deepseek-v3", None, ranks=8)
+    assert not any("q_b_proj" in call.name or "kv_b_proj" in call.name for call in calls)
+    assert [call.layers for call in calls if call.name.startswith("expert")] == [58, 58]
+    refused, _ = choose_layers("gpt-oss-120b", None, ranks=16)
+    assert refused.places == ()
+    assert "divides the 8 key and value heads" in refused.notes[0]

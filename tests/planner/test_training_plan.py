@@ -109,6 +109,19 @@ def test_other_matmuls_and_norms_of_queries_and_keys_count() -> None:
     assert normed.elsewhere_us > plain.elsewhere_us
 
 
+def test_matmuls_that_run_without_weft_count_and_whole_experts_are_refused() -> None:
+    """weft.parallelize runs no operator for DeepSeek V3's latent projections and shared expert."""
+    deepseek = load_model("deepseek-v3")
+    names = [call.name for call in deepseek.without_operator]
+    assert names == ["attention q_b_proj", "attention kv_b_proj", "shared expert gate/up", "shared expert down"]
+    forgotten = replace(deepseek, without_operator=())
+    whole, less = (plan_training(each, H200, tokens=2048, ranks=8).step().computation_us for each in (deepseek, forgotten))
+    matmuls = [(call.layers / 61, gemm_us(H200, 256, call.n, call.k, "bfloat16")) for call in deepseek.without_operator]
+    assert whole - less == pytest.approx(3 * sum(share * us for share, us in matmuls))
+    with pytest.raises(ValueError, match="gpt-oss-20b, whose experts run whole on every rank"):
+        plan_training(load_model("gpt-oss-20b"), H200, tokens=2048, ranks=8)
+
+
 def test_models_without_attention_are_refused() -> None:
     with pytest.raises(ValueError, match="model is dlrm-mlperf"):
         plan_training(load_model("dlrm-mlperf"), H200, tokens=2048, ranks=2)

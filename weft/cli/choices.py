@@ -114,6 +114,9 @@ def choose_layers(name: str, op: str | None, layer: str | None = None, *, ranks:
 def _parallelized(name: str, model: Model, ranks: int) -> Model:
     """Return the model with the operator calls that it has after weft.parallelize, if that takes it, or a note why not."""
     path = config_path(name)
+    if path is None and model.places and model.kv_heads % ranks:  # a preset has the places for numbers that divide its heads
+        why = f"needs a number of ranks that divides the {model.kv_heads} key and value heads"
+        return replace(model, places=(), notes=(f"weft.parallelize {why}; styles could make these calls", *model.notes))
     config = None if path is None or not model.read else read_transformers_config(path)
     if config is None:
         return model
@@ -154,10 +157,12 @@ def choose_elements(dtype: str, recipe: str | None, out_dtype: str | None) -> tu
     return choose_dtype(dtype), None
 
 
-def make_problem(layer: OperatorCall, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None) -> Problem:
-    """Return the problem of an operator call. Raises a ValueError that names the layer."""
+def make_problem(
+    layer: OperatorCall, tokens: int, ranks: int, dtype: DType, scaling: Scaling | None, nodes: tuple[int, ...] = ()
+) -> Problem:
+    """Return the problem of an operator call. nodes: as Problem.nodes. Raises a ValueError that names the layer."""
     try:
-        return layer.problem(tokens, ranks, dtype, scaling)
+        return replace(layer.problem(tokens, ranks, dtype, scaling), nodes=nodes)
     except ValueError as error:
         raise ValueError(f"{error}, at {layer.name}") from None
 
@@ -181,7 +186,8 @@ def choose_schedule(schedule: str, layers: Sequence[OperatorCall]) -> tuple[str 
         try:
             check_op(name, layer.op)
         except ValueError as error:
-            raise ValueError(f"{error}; or use --op {' or --op '.join(FAMILIES[name].builders)}") from None
+            others = " or ".join(f"--op {op}" for op in FAMILIES[name].builders if op in (*OPS, *LOOKUP_OPS))
+            raise ValueError(f"{error}{others and f'; or use {others}'}") from None
     return name, chunks
 
 

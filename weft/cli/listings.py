@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,7 @@ from weft.core.problem import (
     COLLECTIVE_OPS,
     COLUMN_OPS,
     LOOKUP_OPS,
+    OPS,
     CollectiveProblem,
     ColumnProblem,
     LookupProblem,
@@ -27,8 +29,10 @@ from weft.report.tables import Column, ReportTable
 if TYPE_CHECKING:
     from weft.core.machine import Machine
 
-EXAMPLE_RANKS, EXAMPLE_CHUNKS = 3, 2
+EXAMPLE_RANKS, EXAMPLE_CHUNKS, EXAMPLE_NODES = 3, 2, (2, 2)
 """The size of the example. On two ranks a ring would look like any other schedule."""
+MODEL_OPS = (*OPS, *LOOKUP_OPS)
+"""The operators that models call, and so those of weft run."""
 Values = dict[tuple[int, ...], float]
 """The values of one path of a profile, by sizes. A number has the key (), and a table has the sizes of each row."""
 
@@ -53,7 +57,9 @@ def schedules(
         check_op(name, problem.op)
     out = output.console()
     for family in (FAMILIES[each] for each in names(problem.op) if name in (None, each)):
-        schedule = build(problem, family.name, EXAMPLE_CHUNKS)
+        # On one node, a family for several nodes is another family's program.
+        drawn = _example(asked, EXAMPLE_NODES) if family.across and family.overlaps else problem
+        schedule = build(drawn, family.name, EXAMPLE_CHUNKS)
         out.print(family.name, style="bold")
         out.print(f"{family.summary} [{family.source}]")
         out.print(timeline(schedule, width=max(40, out.width)), soft_wrap=True)
@@ -63,8 +69,10 @@ def schedules(
         out.print(f"Not for {problem.op}: {', '.join(others)}.")
     out.print("Time runs downward. --> is a flag from lane to lane, ~> from rank to rank.")
     out.print("`prev` is a signal of the previous call.")
-    out.print(f"Example: {problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
-    out.print("Use one with weft run --schedule NAME or NAME:CHUNKS.")
+    out.print(f"Example: {drawn if name else problem}, {EXAMPLE_CHUNKS} chunks a shard where chunks are free.")
+    in_python = "in a call of weft.collectives" if asked in COLLECTIVE_OPS else "in a call"
+    before, after = ("weft run --schedule ", "") if asked in MODEL_OPS else ("schedule=", f" {in_python}")
+    out.print(f"Use one with {before}NAME or NAME:CHUNKS{after}.")
     if imports and name is None:
         added = [family.name for family in FAMILIES.values() if family.registered]
         modules = " ".join(f"--import {module}" for module in imports)
@@ -72,13 +80,14 @@ def schedules(
         out.print(f"Registered by {', '.join(imports)}: {', '.join(added) or 'none'}{shown}.", soft_wrap=True)
 
 
-def _example(op: Op) -> Problem:
+def _example(op: Op, nodes: tuple[int, ...] = ()) -> Problem:
+    ranks = sum(nodes) or EXAMPLE_RANKS
     if op in LOOKUP_OPS:
-        return LookupProblem.of(batch=12, dims=((4,),) * EXAMPLE_RANKS)
+        return replace(LookupProblem.of(batch=12, dims=((4,),) * ranks), nodes=nodes)
     if op in COLLECTIVE_OPS:
-        return CollectiveProblem(op=op, m=48, world_size=EXAMPLE_RANKS)
+        return CollectiveProblem(op=op, m=48, world_size=ranks)
     kind = ColumnProblem if op in COLUMN_OPS else Problem
-    return kind(op=op, m=12, n=12, k=12, world_size=EXAMPLE_RANKS)
+    return kind(op=op, m=4 * ranks, n=12, k=12, world_size=ranks, nodes=nodes)
 
 
 def machines(

@@ -53,7 +53,11 @@ def command(
     machine: choices.MACHINE = choices.DEFAULT_MACHINE,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Number of ranks that share a layer. Default: all GPUs of the machine."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Number of ranks that share a layer. Default: all GPUs of the machine. More are on several such nodes.",
+        ),
     ] = None,
     tokens: Annotated[
         int, typer.Option(min=1, max=choices.MOST_TOKENS, metavar="N", help="Number of tokens: rows of every matmul.")
@@ -92,6 +96,7 @@ def command(
     from weft.cli.simulate import machine_with
 
     target = machine_with(machine, changes or [])
+    nodes = target.nodes_for(ranks or target.world_size)
     sizes, layers = choices.choose_layers(model, op, layer, ranks=ranks or target.world_size)
     if save is not None and len(layers) != 1:
         raise ValueError(f"--save takes one schedule; name its layer by --layer, of {', '.join(one.name for one in layers)}")
@@ -104,7 +109,7 @@ def command(
     output.require_file(trace, "--trace")
     only, chunks = choices.choose_schedule(schedule, layers)
     even = "" if only is None else f"calls with splits have no schedule {only}"
-    sizes, layers = choose_expert_calls(sizes, layers, ranks or target.world_size, even=even)
+    sizes, layers = choose_expert_calls(sizes, layers, ranks or target.world_size, even=even, nodes=nodes)
     result, scaling = choices.choose_elements(dtype, recipe, out_dtype)
     _check_heads(sizes, ranks)
     ranks = ranks or target.world_size
@@ -117,7 +122,7 @@ def command(
     with progress_bar() as progress:
         for at, one in enumerate(layers):
             progress(f"planning {one.name}", at, len(layers))
-            problem = choices.make_problem(one, tokens, ranks, result, scaling)
+            problem = choices.make_problem(one, tokens, ranks, result, scaling, nodes)
             plans.append((one.name, plan(problem, target, only=only, chunks=chunks)))
         if why:
             reasons = _explain_all(target, plans, progress)
@@ -128,7 +133,8 @@ def command(
             return
         files.append(json)
     counts = [one.layers or sizes.layers for one in layers]
-    setting = f"{target.description}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
+    hosts = f"{len(nodes)} nodes of " if nodes else ""
+    setting = f"{hosts}{target.description}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
     _show(sizes, setting, plans, counts, reasons, step, every=every)
     for path in files:
         print(f"wrote {path}")

@@ -232,15 +232,28 @@ class Machine:
         self.require(max(problem.nodes or (problem.world_size,)))
         if problem.nodes and self.network is None:
             raise ValueError(
-                f"nodes is {problem.nodes}; machine {self.name} has no network: add one to its profile, or use one node"
+                f"nodes is {problem.nodes}; machine {self.name} has no network: set network.gbps, network.latency_us, "
+                "network.step_us and network.sms in its profile, each with its source, or use one node"
             )
+
+    def nodes_for(self, world_size: int) -> tuple[int, ...]:
+        """Return the ranks of each node, as Problem.nodes, if the ranks are spread evenly over the fewest nodes like this one;
+        () for one node. Raises ValueError if they cannot be."""
+        count = -(-world_size // self.world_size)
+        if count > 1 and world_size % count:
+            low = world_size // count * count
+            raise ValueError(
+                f"ranks is {world_size}; a node is a machine {self.name} of {self.world_size} GPUs, and {count} nodes must "
+                f"have equally many ranks: use {low} or {low + count}"
+            )
+        return (world_size // count,) * count if count > 1 else ()
 
     def require(self, world_size: int) -> None:
         """Raise ValueError if the machine has fewer GPUs than `world_size`."""
         if world_size > self.world_size:
             raise ValueError(
                 f"world_size is {world_size}; machine {self.name} has {self.world_size} GPUs: use at most that many, "
-                "or a machine file with more"
+                "a machine file with more, or Problem.nodes for several such hosts"
             )
 
     def __str__(self) -> str:

@@ -131,8 +131,9 @@ def _rank_candidates(problem: Problem, machine: Machine, only: str | None, chunk
     _check_arguments(problem, None, only, chunks)
     if isinstance(problem, (ConcurrentProblem, RaggedProblem)) or (only is None and not (problem.m and problem.n)):
         return {}
+    if only is not None and (chunks is not None or problem.nodes):
+        build(problem, only, chunks)  # raises ValueError if the family has no such chunk count, or needs one node
     if only is not None and chunks is not None:
-        build(problem, only, chunks)  # raises ValueError if the problem cannot be cut into so many chunks
         return estimates(problem, machine, [spec(only, chunks)])
     return ranked(problem, machine, only)
 

@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.core.machine import Machine, as_machine
-from weft.core.problem import BACKWARD, GATHERS, ITEMSIZE, DType, Problem, RaggedProblem
+from weft.core.problem import BACKWARD, EXCHANGES, GATHERS, ITEMSIZE, DType, Problem, RaggedProblem
 from weft.core.schedule import Schedule
 from weft.perf import run
 from weft.perf.terms import gemm_us, hbm_us
 from weft.planner.choose import plan
-from weft.planner.models import Model, choose_expert_calls, operator_calls
+from weft.planner.models import Model, OperatorCall, Uncovered, choose_expert_calls, operator_calls
 from weft.planner.values import Plan
 from weft.schedules import build
 
@@ -191,17 +191,21 @@ def plan_training(
         model: from `weft.planner.models.load_model`. If layers differ, the step is that of the average layer.
         machine: a Machine, a shipped profile's name, or a JSON file's path.
         tokens: those of all ranks, in one sequence.
-        ranks: those that share a layer.
+        ranks: those that share a layer. More than the machine has GPUs are on several such nodes.
         dtype: of activations and weights.
         keep_gathered: whether gathered inputs are kept for the backward pass, as `weft.parallelize` does by default. Otherwise
             they are gathered again.
 
-    Raises ValueError as `weft.plan` does, and for a model without the sizes of its attention.
+    Raises ValueError as `weft.plan` does, for a model without the sizes of its attention, and for one whose experts no operator
+    runs.
     """
     if not model.heads:
         raise ValueError(f"model is {model.name}, whose attention has no known sizes; a training step needs heads and head_dim")
+    if any(call.op in EXCHANGES for call in model.without_operator):
+        raise ValueError(f"model is {model.name}, whose experts run whole on every rank; a training step needs sharded experts")
     machine = as_machine(machine)
-    _, calls = choose_expert_calls(model, operator_calls(model), ranks)
+    nodes = machine.nodes_for(ranks)
+    _, calls = choose_expert_calls(model, operator_calls(model), ranks, nodes=nodes)
     plans: dict[Problem, Plan] = {}
 
     def planned(problem: Problem) -> Plan:
@@ -209,7 +213,8 @@ def plan_training(
 
     found = []
     for call in calls:
-        forward = forward_problem(call.problem(tokens, ranks, dtype), keep_gathered=keep_gathered)
+        problem = replace(call.problem(tokens, ranks, dtype), nodes=nodes)
+        forward = forward_problem(problem, keep_gathered=keep_gathered)
         backward = backward_problem(forward, call.weights)
         found.append(
             TrainedCall(
@@ -287,7 +292,8 @@ def _elsewhere(
         rows = own * max(1, model.experts_per_token)
         yield (FUSED_SWIGLU if model.gated else ACTIVATION).us(machine, rows * model.expert_intermediate * size)
         yield ROUTING.us(machine, rows * model.hidden * size)
-    for one in model.uncovered:
+    alone: tuple[Uncovered | OperatorCall, ...] = (*model.uncovered, *model.without_operator)
+    for one in alone:
         us = one.layers / model.layers * gemm_us(machine, own * one.visits, one.n, one.k, dtype)
         yield us, 2 * us
 

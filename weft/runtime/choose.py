@@ -218,8 +218,8 @@ def _file_state(path: str) -> tuple[int, ...]:
 
 DEFAULT = "h200x8"
 _LOG = logging.getLogger("weft")
-_NEAREST = {"a100x8": "sm_80", "h200x8": "sm_90", "mi210x4": "gfx90a", "mi300x8": "gfx942"}
-"""The shipped profiles, and the architectures of their GPUs."""
+_NEAREST = {"a100x8": "sm_80", "h200x8": "sm_90", "b200x8": "sm_100", "mi210x4": "gfx90a", "mi300x8": "gfx942"}
+"""The profiles from which others are estimated, one for each architecture."""
 _MEMORY_SHARE = 0.9
 """The fraction of its peak memory rate that a GPU reaches by reading and writing: 4300 of 4800 GB/s on H200."""
 
@@ -234,7 +234,9 @@ def nearest_profile(device: torch.device, world_size: int | None = None) -> Mach
         return _load_shipped(DEFAULT)
     name = torch.cuda.get_device_name(device)
     named = profile_named_in(name, world_size)
-    return _load_shipped(named) if named else _estimated(name, device)
+    # Other boards have the GPU's name and fewer SMs, such as NVIDIA H100 PCIe.
+    same = named and _load_shipped(named).gpu.sms == torch.cuda.get_device_properties(device).multi_processor_count
+    return _load_shipped(named) if named and same else _estimated(name, device)
 
 
 def profile_named_in(device_name: str, world_size: int | None = None) -> str | None:

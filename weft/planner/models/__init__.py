@@ -77,11 +77,16 @@ def operator_calls(model: Model) -> tuple[OperatorCall, ...]:
 
 
 def choose_expert_calls(
-    model: Model, calls: Sequence[OperatorCall], ranks: int, *, even: str = ""
+    model: Model, calls: Sequence[OperatorCall], ranks: int, *, even: str = "", nodes: tuple[int, ...] = ()
 ) -> tuple[Model, tuple[OperatorCall, ...]]:
     """Return the calls, with those of experts as weft.ExpertParallel makes them, and the model with a note that says so.
 
-    Where it does not make them, they stay all-to-alls of even shares, and the note says why. even: a reason of the caller's."""
+    Where it does not make them, they stay all-to-alls of even shares, and the note says why. even: a reason of the caller's.
+    nodes: as Problem.nodes; another note then says what weft has between nodes."""
+    if nodes:
+        between = "between nodes weft has the schedules sequential and node_slices, and their predictions were not measured"
+        model = replace(model, notes=(between, *model.notes))
+        even = even or "weft.ExpertParallel needs one node, as all calls with splits"
     if not any(call.op in EXCHANGES for call in calls):
         return model, tuple(calls)
     if not even and model.read and not model.places:

@@ -155,6 +155,7 @@ class Model:
     tables, embedding_dim: the sizes of a recommendation model. pooling: the rows that a sample looks up in each table.
     read: the operator calls as read from the model's modules; empty if they follow from the sizes.
     uncovered: the layers' matmuls that no operator call covers.
+    without_operator: operator calls that weft.parallelize does not make; their matmuls run without weft.
     places: where the model communicates after weft.parallelize; empty if that is not known.
     notes: remarks on the model for the readers of a plan.
 
@@ -179,6 +180,7 @@ class Model:
     pooling: tuple[int, ...] = ()
     read: tuple[OperatorCall, ...] = ()
     uncovered: tuple[Uncovered, ...] = ()
+    without_operator: tuple[OperatorCall, ...] = ()
     places: tuple[Place, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -360,13 +362,14 @@ def place_calls(model: Model, places: Sequence[Place]) -> Model:
     """Return a model that was read from its modules, with the operator calls of these places in place of its own."""
     calls = [call for place in places for call in _calls_at(model, place, places)]
     made = {(call.op, call.n, call.k) for call in calls}
-    without = [call.name for call in model.read if (call.op, call.n, call.k) not in made]
+    without = tuple(call for call in model.read if (call.op, call.n, call.k) not in made)
     before = notes_on_layers(model.read, model.uncovered, model.layers)
-    notes = [f"weft.parallelize runs no operator for {', '.join(without)}"] if without else []
+    notes = [f"weft.parallelize runs no operator for {', '.join(call.name for call in without)}"] if without else []
     notes += [note for note in model.notes if note not in before]
     return replace(
         model,
         read=tuple(calls),
+        without_operator=without,
         places=tuple(places),
         notes=(*notes, *notes_on_layers(calls, model.uncovered, model.layers)),
     )
