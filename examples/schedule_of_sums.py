@@ -49,7 +49,7 @@ def counted(request: Request) -> Schedule:
                 copies += [Copy(partial(rank, owner), recv(owner, rank)), Signal(Flag("arrived", owner, rank))]
         addends = tuple(partial(rank, rank) if sender == rank else recv(rank, sender) for sender in ranks)
         gates = tuple(Wait(Flag("arrived", rank, peer)) for peer in peers)
-        compute = (
+        compute: tuple[Step, ...] = (
             Gemm(Region("b", rank, (0, inner[rank]), (0, n)), tuple(parts)),
             Reduce(
                 (Sum(addends, Region("out", rank, (0, rows[rank]), (0, n)), gates),), size if problem.reduce_op == "avg" else 1
