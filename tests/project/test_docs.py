@@ -140,7 +140,7 @@ def test_signatures_are_as_a_user_writes_them(generate: SimpleNamespace) -> None
         generate.signatures.signature("weft.gather")
 
 
-MOST_BYTES = 434_000
+MOST_BYTES = 260_000
 
 
 def test_the_pages_are_no_longer_than_somebody_reads() -> None:
