@@ -92,9 +92,14 @@ def test_plan_has_every_candidate_with_all_and_losses_with_why(capsys: pytest.Ca
     assert main([*LAYER, "--why"]) == 0
     explained = capsys.readouterr().out
     assert explained.startswith(short.split("More:")[0])
-    assert explained.count("-bound: the GEMM alone takes") == 1
-    assert "DIL: the pieces alone over the whole alone" in explained
-    assert sum("matmul DIL" in line and "us exposed" in line for line in explained.splitlines()) > 2
+    assert explained.count("as fast. The matmul alone takes") == 1
+    assert "DIL" not in explained
+    assert main([*LAYER, "--details"]) == 0
+    detailed = capsys.readouterr().out
+    assert detailed.startswith(explained)
+    assert detailed.count("-bound: the GEMM alone takes") == 1
+    assert "DIL: the pieces alone over the whole alone" in detailed
+    assert sum("matmul DIL" in line and "us exposed" in line for line in detailed.splitlines()) > 2
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from weft.core.span import Kind, Span
-from weft.planner.words import ms, us
+from weft.planner.words import us
 from weft.report.tables import Cell, Judged, ReportTable
 
 STANDARD_OUTPUT = Path("-")
@@ -187,8 +187,8 @@ MARKS: dict[Kind, tuple[str, str]] = {
 """The mark and colour of each kind. Kinds that are listed later are drawn over earlier ones."""
 
 
-def gantt(spans: Iterable[Span], *, rank: int, width: int, unit: str = "us") -> Text:
-    """Draw the lanes of `rank` on `width` columns, with a scale below in us or ms, and a legend of the marks."""
+def gantt(spans: Iterable[Span], *, rank: int, width: int) -> Text:
+    """Draw the lanes of `rank` on `width` columns, with a scale in us below, and a legend of the marks."""
     own = [span for span in spans if span.rank == rank]
     if not own:
         return Text("(no spans)")
@@ -200,8 +200,7 @@ def gantt(spans: Iterable[Span], *, rank: int, width: int, unit: str = "us") -> 
     for lane in lanes:
         text.append(f"{lane:<{label}}")
         text.append_text(_line([s for s in own if s.lane == lane], start, (end - start) or 1.0, columns)).append("\n")
-    last = f"{us(end - start)} us" if unit == "us" else f"{ms(end - start)} ms"
-    text.append(" " * label + "0" + last.rjust(columns - 1) + "\n", style="dim")
+    text.append(" " * label + "0" + f"{us(end - start)} us".rjust(columns - 1) + "\n", style="dim")
     used = [kind for kind in reversed(MARKS) if any(s.kind == kind for s in own)]
     legend = [*(f"{MARKS[kind][0]} {kind}" for kind in used), "| a step starts"]
     text.append("\n".join(_folded(legend, indent=label, width=label + columns)), style="dim")

@@ -35,7 +35,7 @@ SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
 MOST_NOTES = 4
 """The number of notes on a model that are printed without --all, so that the answer fits on one screen."""
 OVER_IDEAL = "Over 100% of ideal: the ideal is the slower of cuBLAS and NCCL alone; the schedule does without that one."
-MORE = "More: --why explains choices, --all lists all candidates, --report DIR writes a page."
+MORE = "More: --why explains choices, --details has all reasons, --all lists all candidates, --report DIR writes a page."
 TERMS = """\
 ideal: the longer of the matmul alone and the collective alone.
 more launches, more copies: those of the longer half after its first one, which the whole half has, too. The third tax counts
@@ -75,7 +75,10 @@ def command(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the machine: gpu.sms=264. Repeatable."),
     ] = None,
     why: Annotated[
-        bool, typer.Option("--why", help="Explain each choice: its time in parts, its losses, and what would change it.")
+        bool, typer.Option("--why", help="Explain each choice in two sentences: what it gains, and what most of the rest is.")
+    ] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="With --why: also its time in parts, its losses, and what would change it.")
     ] = False,
     training: Annotated[
         bool,
@@ -124,7 +127,7 @@ def command(
             progress(f"planning {one.name}", at, len(layers))
             problem = choices.make_problem(one, tokens, ranks, result, scaling, nodes)
             plans.append((one.name, plan(problem, target, only=only, chunks=chunks)))
-        if why:
+        if why or details:
             reasons = _explain_all(target, plans, progress)
     dtypes = result if scaling is None else f"{scaling}, to {result}"
     files = _write(sizes, target, tokens, dtypes, plans, report, save, trace)  # before printing: a pipe's reader may close it
@@ -135,7 +138,7 @@ def command(
     counts = [one.layers or sizes.layers for one in layers]
     hosts = f"{len(nodes)} nodes of " if nodes else ""
     setting = f"{hosts}{target.description}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
-    _show(sizes, setting, plans, counts, reasons, step, every=every)
+    _show(sizes, setting, plans, counts, reasons, step, every=every, details=details)
     for path in files:
         print(f"wrote {path}")
 
@@ -221,6 +224,7 @@ def _as_data(
 ) -> dict[str, object]:
     why = {
         layer: {
+            "why": one.why,
             "parts": dict(one.parts),
             "losses": codec.dump(one.signatures),
             "taxes": codec.dump(one.taxes),
@@ -258,6 +262,7 @@ def _show(
     step: TrainingPlan | None,
     *,
     every: bool,
+    details: bool,
 ) -> None:
     """Print the answer, then the requested details. counts: the number of the model's layers that have each of the plans."""
     out = output.console()
@@ -280,7 +285,7 @@ def _show(
     if every and plans:
         out.print()
         _print_candidates(out, plans)
-        print_chart(out, plans, "us")
+        print_chart(out, plans)
         if any(plan.share_of_ideal > 1 for _, plan in plans):
             out.print(f"note: {OVER_IDEAL}")
         if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
@@ -288,9 +293,11 @@ def _show(
     for layer, plan in plans if reasons else ():
         out.print(f"\n{layer}: {plan.problem}", style="bold")
         out.print(str(reasons[layer]))
-    if reasons:
+        if details:
+            out.print(reasons[layer].details)
+    if reasons and details:
         out.print(f"\n{TERMS}")
-    elif plans and not every:
+    elif plans and not every and not reasons:
         out.print(MORE)
 
 
@@ -305,23 +312,23 @@ def _print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts
     gain = f"{factor(before / after)} as fast: " if after else ""
     times = f"take {ms(after)} ms instead of {ms(before)} ms with each matmul and NCCL in turn"
     out.print(f"{gain}the communicating layers of one forward pass {times}; {kinds}.\n", style="bold")
-    print_plans(out, plans, "us", short=short)
+    print_plans(out, plans, short=short)
 
 
-def print_plans(out: Console, plans: Sequence[LayerPlan], unit: str, *, short: bool = False) -> None:
-    """Print a row for each layer, and why layers do not overlap. unit: us or ms. short: without sizes."""
-    output.print_table(out, plans_table("", plans, unit, short=short))
+def print_plans(out: Console, plans: Sequence[LayerPlan], *, short: bool = False) -> None:
+    """Print a row for each layer, and why layers do not overlap. short: without sizes."""
+    output.print_table(out, plans_table("", plans, short=short))
     out.print()
     for name, plan in plans:
         if not overlaps(plan.chosen.schedule):
             out.print(f"{name}: {plan.why}")
 
 
-def print_chart(out: Console, plans: Sequence[LayerPlan], unit: str) -> None:
-    """Print the predicted timeline on rank 0 of the layer with the most work. unit: us or ms."""
+def print_chart(out: Console, plans: Sequence[LayerPlan]) -> None:
+    """Print the predicted timeline on rank 0 of the layer with the most work."""
     name, plan = max(plans, key=lambda item: item[1].problem.flops)
     out.print(f"{name} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
-    out.print(gantt(plan.spans, rank=0, width=min(out.width, 120), unit=unit))
+    out.print(gantt(plan.spans, rank=0, width=min(out.width, 120)))
     out.print()
 
 

@@ -126,12 +126,12 @@ def _print_results(run: Run) -> None:
     plans = [(layer.name, layer.plan) for layer in run.layers]
     size = f"{run.machine_ranks} ranks, {run.machine_tokens:,} tokens, {run.dtype}"
     out.print(f"\n1. Predicted on {run.machine_words}: {size}", style="bold")
-    print_plans(out, plans, "ms")
+    print_plans(out, plans)
     out.print(
         "The column weft has the time of the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the "
         "longer of the matmul alone and the collective alone.\n"
     )
-    print_chart(out, plans, "ms")
+    print_chart(out, plans)
     ranks = f"{run.world_size} {DEVICES[run.device]} ranks"
     _print_titled(out, ran_table(f"2. Run here on {ranks}: {run.tokens:,} tokens, {run.dtype}", run))
     if run.measured_layers:

@@ -19,7 +19,7 @@ from weft.core.machine import Machine
 from weft.core.schedule import Schedule
 from weft.planner.simulated import Simulation
 from weft.planner.values import Plan
-from weft.planner.words import count, factor, ms
+from weft.planner.words import count, factor, us
 from weft.report.charts import Charts, Figure, bars, bars_panel, timeline_panel
 from weft.report.tables import (
     Column,
@@ -66,7 +66,7 @@ def predicted_section(title: str, plans: Sequence[tuple[str, Plan]], charts: Cha
         for i, (name, plan) in enumerate(plans)
     ]
     chart = bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts)
-    parts = [*(tag("p", text) for text in texts), _lead(plans), table(plans_table(caption, plans, "ms")), chart, _how_to_read()]
+    parts = [*(tag("p", text) for text in texts), _lead(plans), table(plans_table(caption, plans)), chart, _how_to_read()]
     return tag("section", tag("h2", title), *parts, *lines)
 
 
@@ -76,8 +76,8 @@ def _lead(plans: Sequence[tuple[str, Plan]]) -> Html:
     ideal = sum(plan.ideal_us for _, plan in plans)
     gain = f"{factor(before / after)} as fast as" if after else "as fast as"
     text = (
-        f"One call of each layer is predicted to take {ms(before)} ms sequentially and {ms(after)} ms as planned, "
-        f"which is {gain} sequential; ideal is {ms(ideal)} ms."
+        f"One call of each layer is predicted to take {us(before)} us sequentially and {us(after)} us as planned, "
+        f"which is {gain} sequential; ideal is {us(ideal)} us."
     )
     return tag("p", text, class_="lead")
 
@@ -233,7 +233,7 @@ def _introduction(run: Run) -> tuple[str, ...]:
         f"The page shows two things. Section 1 predicts how long each communicating layer takes on {run.machine_words}, "
         "sequentially and with a schedule that overlaps communication and computation. Section 2 shows what ran here: "
         f"{ran}. Every schedule was proved, and every result was compared with the sequential program in float32. "
-        "Times in tables and charts are in milliseconds (ms); the reasons of choices have microseconds (us).",
+        "Times are in microseconds (us).",
     )
 
 
