@@ -13,10 +13,12 @@ from weft.cli import choices, output
 from weft.cli.output import Progress, gantt, progress_bar
 from weft.core import codec
 from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
+from weft.planner.accuracy import accuracy_notes
 from weft.planner.models import choose_expert_calls, config_path
+from weft.planner.values import PREDICTED_VERDICTS
 from weft.planner.words import count, factor, mib, ms, us
 from weft.report.tables import Column, ReportTable, plans_table
-from weft.schedules import VERDICTS, overlaps
+from weft.schedules import overlaps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,16 +131,17 @@ def command(
             plans.append((one.name, plan(problem, target, only=only, chunks=chunks)))
         if why or details:
             reasons = _explain_all(target, plans, progress)
+    accuracy = accuracy_notes(target, plans)
     dtypes = result if scaling is None else f"{scaling}, to {result}"
     files = _write(sizes, target, tokens, dtypes, plans, report, save, trace)  # before printing: a pipe's reader may close it
     if json is not None:
-        if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons, step))):
+        if output.write_json(json, output.as_json(_as_data(sizes, target, plans, accuracy, reasons, step))):
             return
         files.append(json)
     counts = [one.layers or sizes.layers for one in layers]
     hosts = f"{len(nodes)} nodes of " if nodes else ""
     setting = f"{hosts}{target.description}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
-    _show(sizes, setting, plans, counts, reasons, step, every=every, details=details)
+    _show(sizes, setting, plans, counts, accuracy, reasons, step, every=every, details=details)
     for path in files:
         print(f"wrote {path}")
 
@@ -219,6 +222,7 @@ def _as_data(
     model: Model,
     machine: Machine,
     plans: Sequence[LayerPlan],
+    accuracy: Sequence[str],
     reasons: Mapping[str, Explanation],
     step: TrainingPlan | None,
 ) -> dict[str, object]:
@@ -245,6 +249,7 @@ def _as_data(
         "model": model.name,
         "machine": machine.name,
         "layers": layers,
+        "accuracy": list(accuracy),
         "places": codec.dump(model.places),
         "notes": list(model.notes),
         "uncovered": codec.dump(model.uncovered),
@@ -258,17 +263,21 @@ def _show(
     setting: str,
     plans: Sequence[LayerPlan],
     counts: Sequence[int],
+    accuracy: Sequence[str],
     reasons: Mapping[str, Explanation],
     step: TrainingPlan | None,
     *,
     every: bool,
     details: bool,
 ) -> None:
-    """Print the answer, then the requested details. counts: the number of the model's layers that have each of the plans."""
+    """Print the answer, then the requested details. counts: the number of the model's layers that have each of the plans.
+    accuracy: sentences on how far such predictions are from what was measured."""
     out = output.console()
     out.print(str(model))
     if plans:
         _print_answer(out, setting, plans, counts, short=not every)
+        for note in accuracy:
+            out.print(note)
     if step is not None:
         _print_training(out, step)
     others = [place for place in model.places if not place.operators or place.backward_only]
@@ -307,7 +316,7 @@ def _print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts
     before = sum(layers * plan.sequential_us for layers, (_, plan) in zip(counts, plans, strict=True))
     after = sum(layers * plan.chosen.predicted_us for layers, (_, plan) in zip(counts, plans, strict=True))
     verdicts = Counter(plan.verdict for _, plan in plans)
-    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in VERDICTS if verdicts[kind])
+    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in PREDICTED_VERDICTS if verdicts[kind])
     out.print(f"Predicted on {setting}.\n")
     gain = f"{factor(before / after)} as fast: " if after else ""
     times = f"take {ms(after)} ms instead of {ms(before)} ms with each matmul and NCCL in turn"

@@ -127,6 +127,8 @@ def _print_results(run: Run) -> None:
     size = f"{run.machine_ranks} ranks, {run.machine_tokens:,} tokens, {run.dtype}"
     out.print(f"\n1. Predicted on {run.machine_words}: {size}", style="bold")
     print_plans(out, plans)
+    for note in run.accuracy:
+        out.print(note)
     out.print(
         "The column weft has the time of the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the "
         "longer of the matmul alone and the collective alone.\n"
