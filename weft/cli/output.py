@@ -201,7 +201,8 @@ def gantt(spans: Iterable[Span], *, rank: int, width: int) -> Text:
         text.append(f"{lane:<{label}}")
         text.append_text(_line([s for s in own if s.lane == lane], start, (end - start) or 1.0, columns)).append("\n")
     text.append(" " * label + "0" + f"{us(end - start)} us".rjust(columns - 1) + "\n", style="dim")
-    used = [kind for kind in reversed(MARKS) if any(s.kind == kind for s in own)]
+    kinds = {piece.kind for span in own for piece in span.pieces()}
+    used = [kind for kind in reversed(MARKS) if kind in kinds]
     legend = [*(f"{MARKS[kind][0]} {kind}" for kind in used), "| a step starts"]
     text.append("\n".join(_folded(legend, indent=label, width=label + columns)), style="dim")
     return text
@@ -221,13 +222,13 @@ def _folded(entries: Sequence[str], *, indent: int, width: int) -> list[str]:
 def _line(spans: list[Span], start: float, length: float, columns: int) -> Text:
     """Draw one lane. A step is at least one column wide. From three columns on, its first column is a bar."""
     marks: list[tuple[str, str]] = [(" ", "")] * columns
-    order = list(MARKS)
-    for span in sorted(spans, key=lambda s: (order.index(s.kind), s.start_us)):
+    order, starts = list(MARKS), {step.start_us for step in spans}
+    for span in sorted((piece for step in spans for piece in step.pieces()), key=lambda s: (order.index(s.kind), s.start_us)):
         low = min(int((span.start_us - start) / length * columns), columns - 1)
         high = max(low + 1, round((span.end_us - start) / length * columns))
         mark, style = MARKS[span.kind]
         for at in range(low, high):
-            marks[at] = ("|" if at == low and high - low >= 3 else mark, style)
+            marks[at] = ("|" if at == low and high - low >= 3 and span.start_us in starts else mark, style)
     text = Text()
     for mark, style in marks:
         text.append(mark, style=style)

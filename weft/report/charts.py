@@ -61,10 +61,10 @@ def bars(layers: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure
 
 
 def timeline(spans: Iterable[Span], marks: Mapping[str, float]) -> Figure:
-    """Return spans by rank and lane over time. All but the first ranks are hidden at first.
+    """Return spans by rank and lane over time, waits within steps as waits. All but the first ranks are hidden at first.
 
     marks: the times in us, by name, at which a line is drawn."""
-    items = list(spans)
+    items = [piece for span in spans for piece in span.pieces()]
     lanes = lanes_of(items)
     first = set(sorted({rank for rank, _ in lanes})[:SHOWN_RANKS])
     shown = sum(rank in first for rank, _ in lanes)
