@@ -13,9 +13,7 @@ from weft.cli import choices, output
 from weft.cli.output import Progress, gantt, progress_bar
 from weft.core import codec
 from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
-from weft.planner.accuracy import accuracy_notes
 from weft.planner.models import choose_expert_calls, config_path
-from weft.planner.values import PREDICTED_VERDICTS
 from weft.planner.words import count, factor, mib, ms, us
 from weft.report.tables import Column, ReportTable, plans_table
 from weft.schedules import overlaps
@@ -121,6 +119,7 @@ def command(
     given = {"--op": op, "--layer": layer, "--schedule": only, f"--dtype {dtype}": scaling}
     step = _plan_training(sizes, target, tokens, ranks, result, given) if training else None
     from weft.planner import plan
+    from weft.planner.accuracy import accuracy_notes
 
     plans: list[LayerPlan] = []
     reasons: dict[str, Explanation] = {}
@@ -313,6 +312,8 @@ def _show(
 def _print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts: Sequence[int], *, short: bool) -> None:
     """Print what the whole model gains, a row for each layer, and why layers do not overlap. setting: machine, ranks and sizes.
     counts: the number of the model's layers that have each of the plans."""
+    from weft.planner.values import PREDICTED_VERDICTS
+
     before = sum(layers * plan.sequential_us for layers, (_, plan) in zip(counts, plans, strict=True))
     after = sum(layers * plan.chosen.predicted_us for layers, (_, plan) in zip(counts, plans, strict=True))
     verdicts = Counter(plan.verdict for _, plan in plans)

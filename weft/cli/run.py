@@ -73,9 +73,9 @@ def command(
     for note in sizes.notes:
         out.print(f"note: {note}")
 
-    from weft.tools.run import run_model
+    with progress_bar("importing PyTorch, and starting ranks") as progress:
+        from weft.tools.run import run_model
 
-    with progress_bar("starting ranks") as progress:
         run = run_model(
             sizes,
             ranks=ranks,

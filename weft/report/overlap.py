@@ -393,7 +393,8 @@ def _explain_choice(choice: Choice) -> str:
         return f"as with {' and '.join(map(str, choice.like))} rows"
     if choice.from_cache:
         return "from an earlier run"
-    return f"fastest of {len(choice.measurements)} measured" if choice.measurements else "predicted"
+    predicted = f"predicted for {choice.predicted_for}" if choice.predicted_for else "predicted"
+    return f"fastest of {len(choice.measurements)} measured" if choice.measurements else predicted
 
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:
