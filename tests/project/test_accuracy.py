@@ -39,6 +39,12 @@ def test_a_prediction_stands_beside_the_measurement_of_the_same_call() -> None:
     assert len(_notes(NOT_MEASURED, H200)) == 1
 
 
+def test_what_was_measured_on_the_same_gpus_stands_beside_a_profile_of_several_sources() -> None:
+    error, measured = _notes(replace(MEASURED, world_size=4), load("h100x8"))
+    assert error.startswith("Nobody has measured how wrong")
+    assert measured.startswith("MLP down was measured: 1.36x")
+
+
 def test_another_machine_has_no_measurement() -> None:
     for machine in (H200.what_if({"links.gbps": 100.0}), load("mi300x8")):
         (error,) = _notes(MEASURED, machine)

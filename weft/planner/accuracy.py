@@ -34,7 +34,8 @@ def accuracy_notes(machine: Machine, plans: Sequence[tuple[str, Plan]]) -> tuple
         f"half of {found['times']:,} predicted times differ from the measured ones by less than {percent(found['median'])}, "
         f"and 95 of 100 by less than {percent(found['p95'])}."
     )
-    gains = [one for one in kept["gains"] if shipped and one["gpu"] == machine.device]
+    gpu = machine.name.partition("x")[0].upper()  # a shipped profile is called as the GPU is in its driver's name
+    gains = [one for one in kept["gains"] if shipped and gpu in one["gpu"].split()]
     problems = [(one, codec.load(Problem, one["problem"])) for one in gains]
     return error, *(_measured(*layer, one) for one, problem in problems for layer in plans if layer[1].problem == problem)
 
