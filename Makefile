@@ -72,6 +72,7 @@ size:
 
 # The parts of README.md and docs/ that code writes: timelines, counts, the chart.
 docs: $(VENV)/.set-up-run
+	$(BIN)/python docs/kept_accuracy.py
 	$(BIN)/python docs/generate.py
 
 # Where each published figure is from, and how much of the code behind it has changed since.

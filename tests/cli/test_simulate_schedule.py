@@ -16,7 +16,7 @@ from weft.core.machine import load
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.perf import run
-from weft.planner.words import ms
+from weft.planner.words import us
 from weft.schedules import build
 
 PROBLEM = Problem(op="all_gather_matmul", m=4096, n=4096, k=4096, world_size=8)
@@ -60,7 +60,7 @@ def test_what_is_printed_and_written(weft: Weft, saved: Path, tmp_path: Path) ->
     status, out, _ = weft("simulate", saved, "--trace", trace, "--report", report)
     total_us = run(SCHEDULE, load("h200x8")).total_us
     assert status == 0
-    assert ms(total_us) in out
+    assert us(total_us) in out
     for words in ("flag_gated:2", "sequential", str(trace)):
         assert words in out
     page = (report / "index.html").read_text(encoding="utf-8")

@@ -53,7 +53,7 @@ def test_what_only_ran_sequentially_is_not_overlapped(report: OverlapReport) -> 
 def test_a_place_whose_backward_alone_is_overlapped_is_not() -> None:
     backward = ReportedCall(op="matmul_reduce_scatter", rows=8192, spec="shard_p2p", why="predicted")
     assert not _place(1, _called("sequential", 9.0), backward).overlapped
-    assert _place(1, backward).verdict == "sequential"
+    assert _place(1, backward).verdict == "not overlapped"
     assert _place(1, _called("shard_p2p", 9.0), backward).overlapped
 
 
@@ -112,7 +112,7 @@ def test_the_report_and_the_plan_of_a_training_step_agree(ranks: RankFixture) ->
 def test_page_has_the_same_and_no_markup_of_names(report: OverlapReport) -> None:
     page = report.html()
     assert f"<title>weft: {html.escape(report.headline)}</title>" in page
-    states = ["overlapped", "faster but not overlapped", "sequential", "overlapped"]
+    states = ["overlapped", "faster but not overlapped", "not overlapped", "overlapped"]
     assert re.findall(r'<span class="(?:right|wrong)">([^<]*)<', page) == states
     assert page.count(">not called yet<") == 1
     cells = re.findall(r"<td [^>]*>([^<]*)</td>", page)
@@ -169,7 +169,7 @@ def test_places_of_equal_sizes_have_their_own_calls(ranks: RankFixture) -> None:
         return f"all_gather_matmul M={rows} {spec} not measured (asked for)"
 
     one, two = (f"1 x {name}: all_gather_matmul; overlapped" for name in ("one", "two"))
-    slow, waits = "1 x one: all_gather_matmul; sequential", "not called yet"
+    slow, waits = "1 x one: all_gather_matmul; not overlapped", "not called yet"
     head = "ModuleDict: overlapped {} of 2 places that communicate"
     for first, both, same, compiled in ranks(2).run(_alike_in_size):
         assert first == [f"{head.format(1)}, 1 not called yet", slow, waits, two, ran("shard_p2p")]
@@ -316,10 +316,10 @@ def test_places_of_styles_of_torch_are_left_to_torch(ranks: RankFixture) -> None
     for head, *report_lines in ranks(2).run(_mixed_styles):
         left = [line for line in report_lines if "left to torch" in line]
         assert left == [
-            "1 x embedding: sequential; torch's RowwiseParallel: left to torch, as it has no matmul of its own",
-            "1 x up: sequential; torch's ColwiseParallel: left to torch; weft.ColwiseParallel takes its place",
-            "1 x norm: sequential; torch's SequenceParallel: left to torch, as it has no matmul of its own",
-            "1 x block: sequential; torch's PrepareModuleInput: left to torch; weft.SharedInput takes its place",
+            "1 x embedding: not overlapped; torch's RowwiseParallel: left to torch, as it has no matmul of its own",
+            "1 x up: not overlapped; torch's ColwiseParallel: left to torch; weft.ColwiseParallel takes its place",
+            "1 x norm: not overlapped; torch's SequenceParallel: left to torch, as it has no matmul of its own",
+            "1 x block: not overlapped; torch's PrepareModuleInput: left to torch; weft.SharedInput takes its place",
         ]
         assert head.startswith("ModuleDict: overlapped 1 of 7 places")
 

@@ -43,8 +43,8 @@ def test_parts_add_up_to_the_prediction(op: Any) -> None:
     assert found.signatures[0].total_us == pytest.approx(found.plan.chosen.predicted_us)
     assert parse(found.signatures[1].spec)[0] != found.plan.chosen.schedule
     assert {one.spec for one in found.signatures} == {one.spec for one in found.plan.candidates}
-    assert heuristic(found.plan.problem, H200) in str(found)
-    assert f" {us(found.plan.chosen.predicted_us)} us" in str(found)
+    assert heuristic(found.plan.problem, H200) in found.details
+    assert f" {us(found.plan.chosen.predicted_us)} us" in found.details
 
 
 def test_what_a_lookup_and_nothing_to_overlap_say() -> None:
@@ -147,12 +147,34 @@ def test_plan_why(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["plan", "llama3-8b", "--ranks", "2", "--op", "all_gather_matmul", "--why"]
     assert main(options) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "matmul alone +" in text
+    assert "matmul alone +" not in text
+    assert text.count("as fast. The") == len(["attention QKV", "MLP gate/up"])
+    assert main([*options, "--details"]) == 0
+    assert "matmul alone +" in " ".join(capsys.readouterr().out.split())
     assert main([*options, "--json", "-"]) == 0
     why = json.loads(capsys.readouterr().out)["why"]
     assert set(why) == {"attention QKV", "MLP gate/up"}
     assert "head, tail, waits" in why["MLP gate/up"]["parts"]
     assert codec.load(Signature, why["MLP gate/up"]["losses"][0]).gemm_dil > 0
+
+
+@pytest.mark.parametrize(
+    ("problem", "gains", "reason"),
+    [
+        (GATHER, True, "The matmul alone takes"),
+        (dataclasses.replace(GATHER, m=8, n=512, k=512), True, "The next best, "),
+        (LookupProblem.of(batch=8192, dims=((64,) * 8,) * 8), False, "it could hide the "),
+    ],
+)
+def test_an_explanation_is_what_was_chosen_and_the_largest_cost(problem: Any, gains: bool, reason: str) -> None:
+    found = weft.explain(problem, H200)
+    said, why = re.split(r"(?<=[a-z])\. ", str(found).removesuffix("."))
+    chosen = found.plan.chosen
+    assert said.startswith(f"{chosen.spec} takes {us(chosen.predicted_us)} us")
+    assert (f"{found.plan.sequential_us / chosen.predicted_us:.2f}x as fast" in said) == gains
+    assert why.startswith("The ")
+    assert reason in why
+    assert str(found) not in found.details
 
 
 def test_one_name_for_one_quantity() -> None:

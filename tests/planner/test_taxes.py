@@ -54,4 +54,4 @@ def test_a_fused_kernel_is_launched_once() -> None:
 def test_why_names_the_taxes_of_the_choice_and_of_sequential() -> None:
     found = explain(GATHER, H200)
     assert [one.spec for one in found.taxes] == [found.plan.chosen.spec, "sequential"]
-    assert all(f"Three taxes of {one.spec}: " in str(found) for one in found.taxes)
+    assert all(f"Three taxes of {one.spec}: " in found.details for one in found.taxes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -93,7 +94,7 @@ def test_names_cannot_be_markup(page: Path, read: Reader) -> None:
 
 
 def test_predicted_comes_first_and_its_numbers_are_text(read: Reader) -> None:
-    numbers = ["flag_gated:8", "overlapped", "1.54x", "0.790", "0.512", "0.480", "94%", "8,192 x 28,672 x 4,096"]
+    numbers = ["flag_gated:8", "overlapped", "1.54x", "790", "512", "480", "94%", "8,192 x 28,672 x 4,096"]
     assert [NAME, *numbers] in read.rows
     text = "".join(read.texts)
     assert text.index("8 x NVIDIA H200") < text.index("4 CPU ranks")
@@ -107,6 +108,13 @@ def test_right_results_are_told_from_wrong_ones(read: Reader) -> None:
     assert "1 of 2" in "".join(read.texts)
 
 
+def test_a_page_has_one_unit_of_time(page: Path, read: Reader) -> None:
+    """Tables had ms, and the sentences that explain a choice us."""
+    figures = json.loads(page.read_text(encoding="utf-8").partition('id="charts">')[2].partition("</script>")[0])
+    assert {figure["layout"]["xaxis"]["title"]["text"] for figure in figures.values()} == {"us"}
+    assert not any(re.search(r"[0-9] ms\b|\bms$", text) for text in read.texts)
+
+
 def test_data_for_the_script_cannot_end_it() -> None:
     text = json_script("data", {"name": f"</script>{HOSTILE}"})
     assert Reader(text).scripts == 1
@@ -116,9 +124,11 @@ def test_data_for_the_script_cannot_end_it() -> None:
 def test_only_gpus_are_compared_in_speed(tmp_path: Path, read: Reader) -> None:
     measured = make_run(layer("a", error=0, speeds=SPEEDS), device="cuda")
     text = write_report(measured, tmp_path).read_text(encoding="utf-8")
-    assert ["a", "hetero_fused_1d:4", "0.53x", "12.3", "23.5", "9.00", "38%", "0.512"] in Reader(text).rows
+    assert ["a", "hetero_fused_1d:4", "0.53x", "12,346", "23,457", "9,000", "38%", "512"] in Reader(text).rows
     assert "bars-measured" in text
-    assert not any(cell.startswith("12.3") for row in read.rows for cell in row)
+    assert "timeline-measured-0" in text
+    assert "Times of CPUs say nothing about GPUs, so they are neither compared nor drawn" in "".join(read.texts)
+    assert not any(cell.startswith("12,3") for row in read.rows for cell in row)
 
 
 def test_a_layer_that_stays_sequential_says_why(tmp_path: Path) -> None:
@@ -213,11 +223,10 @@ def drawn(browser: Any, name: str, points: int) -> bool:
     return len(select(browser, f"#{name} .bars .point")) == points
 
 
-@pytest.mark.parametrize("place", ["measured-0", "predicted-1"])
-def test_first_ranks_of_timelines_are_drawn(opened: Any, run: Run, place: str) -> None:
-    group, index = place.split("-")
-    of = run.layers[int(index)]
-    spans = of.spans if group == "measured" else of.plan.spans
+@pytest.mark.parametrize("index", [0, 1])
+def test_first_ranks_of_timelines_are_drawn(opened: Any, run: Run, index: int) -> None:
+    place = f"predicted-{index}"
+    spans = run.layers[index].plan.spans
     shown = [s for s in spans if s.rank < SHOWN_RANKS]
     assert len(select(opened, f"#timeline-{place} .bars .point")) == len(shown)
     assert sorted(select(opened, f"#timeline-{place} .ytick")) == sorted(f"rank {r} {lane}" for r in (0, 1) for lane in LANES)
@@ -236,12 +245,26 @@ def test_a_button_shows_all_ranks_and_hides_them_again(opened: Any, run: Run) ->
 
 def test_bars_of_a_timeline_lie_where_the_spans_do(opened: Any, run: Run) -> None:
     script = """
-        const axis = document.getElementById("timeline-measured-0")._fullLayout.xaxis;
-        return [...document.querySelectorAll("#timeline-measured-0 .bars:first-child .point path")]
+        const axis = document.getElementById("timeline-predicted-0")._fullLayout.xaxis;
+        return [...document.querySelectorAll("#timeline-predicted-0 .bars:first-child .point path")]
             .map((path) => path.getBBox()).map((box) => [axis.p2l(box.x), axis.p2l(box.x + box.width)])"""
     bars = sorted(opened.execute_script(script))
-    spans = sorted([s.start_us / 1e3, s.end_us / 1e3] for s in run.layers[0].spans if s.kind == "gemm" and s.rank < SHOWN_RANKS)
-    assert [edge for bar in bars for edge in bar] == pytest.approx([edge for span in spans for edge in span], abs=0.2)
+    spans = sorted([s.start_us, s.end_us] for s in run.layers[0].plan.spans if s.kind == "gemm" and s.rank < SHOWN_RANKS)
+    assert [edge for bar in bars for edge in bar] == pytest.approx([edge for span in spans for edge in span], abs=5.0)
+
+
+def test_charts_have_their_height_before_they_are_drawn(page: Path, opened: Any) -> None:
+    """A chart that got its height when it was drawn moved what stands below it."""
+    found = "return [...document.querySelectorAll('.chart')].map((e) => [e.id, e.getBoundingClientRect().height])"
+    figures = json.loads(page.read_text(encoding="utf-8").partition('id="charts">')[2].partition("</script>")[0])
+    assert dict(opened.execute_script(found)) == {name: figure["layout"]["height"] for name, figure in figures.items()}
+    assert all(f"#{name} {{ height: " in page.read_text(encoding="utf-8").partition("</style></head>")[2] for name in figures)
+    assert next(iter(figures)) == "bars-predicted", "it comes first on the page"
+
+
+def test_a_number_comes_before_definitions(read: Reader) -> None:
+    text = "".join(read.texts)
+    assert text.index("1.54x as fast is predicted") < text.index("weft is a library")
 
 
 def test_page_fits_a_narrow_window(opened: Any) -> None:

@@ -5,8 +5,10 @@ Every function raises a ValueError that says what would work.
 
 from __future__ import annotations
 
+import logging
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -99,7 +101,8 @@ def choose_layers(name: str, op: str | None, layer: str | None = None, *, ranks:
     """Return the model and its operator calls over `ranks` ranks. op, layer: return only those of this operator, or of this
     name."""
     only = None if op is None else choose_op(op)
-    with progress_bar(f"reading {name}"):
+    imports = " with PyTorch and transformers, which takes seconds" if config_path(name) else ""
+    with progress_bar(f"reading {name}{imports}"), _quiet_imports():
         model = _parallelized(name, load_model(name), ranks)
     everything = decode_calls(model) if only == "matmul_all_reduce" else operator_calls(model)
     found = tuple(one for one in everything if only in (None, one.op))
@@ -109,6 +112,20 @@ def choose_layers(name: str, op: str | None, layer: str | None = None, *, ranks:
     if not named:
         raise ValueError(f"--layer is {layer!r}; model {model.name} has {', '.join(one.name for one in found)}")
     return model, named
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Leave out what torchao and torch warn of when transformers imports them, which is not about the model. Errors stay."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def _parallelized(name: str, model: Model, ranks: int) -> Model:
@@ -229,6 +246,7 @@ def _cpu_ranks(ranks: int | None) -> int:
 
 def count_gpus() -> int:
     """Return the number of GPUs that PyTorch sees."""
-    import torch
+    with progress_bar("importing PyTorch"):
+        import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

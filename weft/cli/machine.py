@@ -57,9 +57,9 @@ def calibrate(
         return
     device, ranks = choices.choose_device(device, ranks)
     output.require_file(out, "--out")
-    from weft.tools import calibrate as calibration
+    with progress_bar("importing PyTorch, and starting ranks") as progress:
+        from weft.tools import calibrate as calibration
 
-    with progress_bar("starting ranks") as progress:
         found = calibration.calibrate(device=device, ranks=ranks, name=name, progress=progress)
     machine = found.machine
     output.write_text(out, codec.dumps(machine, indent=2) + "\n", "--out")
@@ -86,8 +86,8 @@ def doctor(
 ) -> None:
     """Check this machine: packages, shared memory, GPUs, transfers between ranks and their speed, and whether overlap pays."""
     output.require_json(json)
-    with progress_bar("looking at packages, memory, GPUs and links"):
-        found = diagnose(quick=quick)
+    with progress_bar() as progress:
+        found = diagnose(quick=quick, progress=progress)
     if json is None or not output.write_json(json, output.as_json(codec.dump(found))):
         _show(found)
         if json is not None:

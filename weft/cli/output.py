@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from weft.core.span import Kind, Span
-from weft.planner.words import ms, us
+from weft.planner.words import us
 from weft.report.tables import Cell, Judged, ReportTable
 
 STANDARD_OUTPUT = Path("-")
@@ -187,8 +187,8 @@ MARKS: dict[Kind, tuple[str, str]] = {
 """The mark and colour of each kind. Kinds that are listed later are drawn over earlier ones."""
 
 
-def gantt(spans: Iterable[Span], *, rank: int, width: int, unit: str = "us") -> Text:
-    """Draw the lanes of `rank` on `width` columns, with a scale below in us or ms, and a legend of the marks."""
+def gantt(spans: Iterable[Span], *, rank: int, width: int) -> Text:
+    """Draw the lanes of `rank` on `width` columns, with a scale in us below, and a legend of the marks."""
     own = [span for span in spans if span.rank == rank]
     if not own:
         return Text("(no spans)")
@@ -200,9 +200,9 @@ def gantt(spans: Iterable[Span], *, rank: int, width: int, unit: str = "us") -> 
     for lane in lanes:
         text.append(f"{lane:<{label}}")
         text.append_text(_line([s for s in own if s.lane == lane], start, (end - start) or 1.0, columns)).append("\n")
-    last = f"{us(end - start)} us" if unit == "us" else f"{ms(end - start)} ms"
-    text.append(" " * label + "0" + last.rjust(columns - 1) + "\n", style="dim")
-    used = [kind for kind in reversed(MARKS) if any(s.kind == kind for s in own)]
+    text.append(" " * label + "0" + f"{us(end - start)} us".rjust(columns - 1) + "\n", style="dim")
+    kinds = {piece.kind for span in own for piece in span.pieces()}
+    used = [kind for kind in reversed(MARKS) if kind in kinds]
     legend = [*(f"{MARKS[kind][0]} {kind}" for kind in used), "| a step starts"]
     text.append("\n".join(_folded(legend, indent=label, width=label + columns)), style="dim")
     return text
@@ -222,13 +222,13 @@ def _folded(entries: Sequence[str], *, indent: int, width: int) -> list[str]:
 def _line(spans: list[Span], start: float, length: float, columns: int) -> Text:
     """Draw one lane. A step is at least one column wide. From three columns on, its first column is a bar."""
     marks: list[tuple[str, str]] = [(" ", "")] * columns
-    order = list(MARKS)
-    for span in sorted(spans, key=lambda s: (order.index(s.kind), s.start_us)):
+    order, starts = list(MARKS), {step.start_us for step in spans}
+    for span in sorted((piece for step in spans for piece in step.pieces()), key=lambda s: (order.index(s.kind), s.start_us)):
         low = min(int((span.start_us - start) / length * columns), columns - 1)
         high = max(low + 1, round((span.end_us - start) / length * columns))
         mark, style = MARKS[span.kind]
         for at in range(low, high):
-            marks[at] = ("|" if at == low and high - low >= 3 else mark, style)
+            marks[at] = ("|" if at == low and high - low >= 3 and span.start_us in starts else mark, style)
     text = Text()
     for mark, style in marks:
         text.append(mark, style=style)

@@ -16,7 +16,7 @@ from weft.core.problem import EXCHANGES, RAGGED_OPS, RaggedProblem
 from weft.planner.models import choose_expert_calls, config_path
 from weft.planner.words import count, factor, mib, ms, us
 from weft.report.tables import Column, ReportTable, plans_table
-from weft.schedules import VERDICTS, overlaps
+from weft.schedules import overlaps
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +35,7 @@ SHARDS_TOKENS = ("all_gather_matmul", "matmul_reduce_scatter")
 MOST_NOTES = 4
 """The number of notes on a model that are printed without --all, so that the answer fits on one screen."""
 OVER_IDEAL = "Over 100% of ideal: the ideal is the slower of cuBLAS and NCCL alone; the schedule does without that one."
-MORE = "More: --why explains choices, --all lists all candidates, --report DIR writes a page."
+MORE = "More: --why explains choices, --details has all reasons, --all lists all candidates, --report DIR writes a page."
 TERMS = """\
 ideal: the longer of the matmul alone and the collective alone.
 more launches, more copies: those of the longer half after its first one, which the whole half has, too. The third tax counts
@@ -75,7 +75,10 @@ def command(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a number of the machine: gpu.sms=264. Repeatable."),
     ] = None,
     why: Annotated[
-        bool, typer.Option("--why", help="Explain each choice: its time in parts, its losses, and what would change it.")
+        bool, typer.Option("--why", help="Explain each choice in two sentences: what it gains, and what most of the rest is.")
+    ] = False,
+    details: Annotated[
+        bool, typer.Option("--details", help="With --why: also its time in parts, its losses, and what would change it.")
     ] = False,
     training: Annotated[
         bool,
@@ -116,6 +119,7 @@ def command(
     given = {"--op": op, "--layer": layer, "--schedule": only, f"--dtype {dtype}": scaling}
     step = _plan_training(sizes, target, tokens, ranks, result, given) if training else None
     from weft.planner import plan
+    from weft.planner.accuracy import accuracy_notes
 
     plans: list[LayerPlan] = []
     reasons: dict[str, Explanation] = {}
@@ -124,18 +128,19 @@ def command(
             progress(f"planning {one.name}", at, len(layers))
             problem = choices.make_problem(one, tokens, ranks, result, scaling, nodes)
             plans.append((one.name, plan(problem, target, only=only, chunks=chunks)))
-        if why:
+        if why or details:
             reasons = _explain_all(target, plans, progress)
+    accuracy = accuracy_notes(target, plans)
     dtypes = result if scaling is None else f"{scaling}, to {result}"
     files = _write(sizes, target, tokens, dtypes, plans, report, save, trace)  # before printing: a pipe's reader may close it
     if json is not None:
-        if output.write_json(json, output.as_json(_as_data(sizes, target, plans, reasons, step))):
+        if output.write_json(json, output.as_json(_as_data(sizes, target, plans, accuracy, reasons, step))):
             return
         files.append(json)
     counts = [one.layers or sizes.layers for one in layers]
     hosts = f"{len(nodes)} nodes of " if nodes else ""
     setting = f"{hosts}{target.description}: {count(ranks, 'rank')}, {count(tokens, 'token')}, {dtypes}"
-    _show(sizes, setting, plans, counts, reasons, step, every=every)
+    _show(sizes, setting, plans, counts, accuracy, reasons, step, every=every, details=details)
     for path in files:
         print(f"wrote {path}")
 
@@ -216,11 +221,13 @@ def _as_data(
     model: Model,
     machine: Machine,
     plans: Sequence[LayerPlan],
+    accuracy: Sequence[str],
     reasons: Mapping[str, Explanation],
     step: TrainingPlan | None,
 ) -> dict[str, object]:
     why = {
         layer: {
+            "why": one.why,
             "parts": dict(one.parts),
             "losses": codec.dump(one.signatures),
             "taxes": codec.dump(one.taxes),
@@ -241,6 +248,7 @@ def _as_data(
         "model": model.name,
         "machine": machine.name,
         "layers": layers,
+        "accuracy": list(accuracy),
         "places": codec.dump(model.places),
         "notes": list(model.notes),
         "uncovered": codec.dump(model.uncovered),
@@ -254,16 +262,21 @@ def _show(
     setting: str,
     plans: Sequence[LayerPlan],
     counts: Sequence[int],
+    accuracy: Sequence[str],
     reasons: Mapping[str, Explanation],
     step: TrainingPlan | None,
     *,
     every: bool,
+    details: bool,
 ) -> None:
-    """Print the answer, then the requested details. counts: the number of the model's layers that have each of the plans."""
+    """Print the answer, then the requested details. counts: the number of the model's layers that have each of the plans.
+    accuracy: sentences on how far such predictions are from what was measured."""
     out = output.console()
     out.print(str(model))
     if plans:
         _print_answer(out, setting, plans, counts, short=not every)
+        for note in accuracy:
+            out.print(note)
     if step is not None:
         _print_training(out, step)
     others = [place for place in model.places if not place.operators or place.backward_only]
@@ -280,7 +293,7 @@ def _show(
     if every and plans:
         out.print()
         _print_candidates(out, plans)
-        print_chart(out, plans, "us")
+        print_chart(out, plans)
         if any(plan.share_of_ideal > 1 for _, plan in plans):
             out.print(f"note: {OVER_IDEAL}")
         if any(plan.problem.op in ROWS_OF_A_RANK for _, plan in plans):
@@ -288,40 +301,44 @@ def _show(
     for layer, plan in plans if reasons else ():
         out.print(f"\n{layer}: {plan.problem}", style="bold")
         out.print(str(reasons[layer]))
-    if reasons:
+        if details:
+            out.print(reasons[layer].details)
+    if reasons and details:
         out.print(f"\n{TERMS}")
-    elif plans and not every:
+    elif plans and not every and not reasons:
         out.print(MORE)
 
 
 def _print_answer(out: Console, setting: str, plans: Sequence[LayerPlan], counts: Sequence[int], *, short: bool) -> None:
     """Print what the whole model gains, a row for each layer, and why layers do not overlap. setting: machine, ranks and sizes.
     counts: the number of the model's layers that have each of the plans."""
+    from weft.planner.values import PREDICTED_VERDICTS
+
     before = sum(layers * plan.sequential_us for layers, (_, plan) in zip(counts, plans, strict=True))
     after = sum(layers * plan.chosen.predicted_us for layers, (_, plan) in zip(counts, plans, strict=True))
     verdicts = Counter(plan.verdict for _, plan in plans)
-    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in VERDICTS if verdicts[kind])
+    kinds = ", ".join(f"{verdicts[kind]} {kind}" for kind in PREDICTED_VERDICTS if verdicts[kind])
     out.print(f"Predicted on {setting}.\n")
     gain = f"{factor(before / after)} as fast: " if after else ""
     times = f"take {ms(after)} ms instead of {ms(before)} ms with each matmul and NCCL in turn"
     out.print(f"{gain}the communicating layers of one forward pass {times}; {kinds}.\n", style="bold")
-    print_plans(out, plans, "us", short=short)
+    print_plans(out, plans, short=short)
 
 
-def print_plans(out: Console, plans: Sequence[LayerPlan], unit: str, *, short: bool = False) -> None:
-    """Print a row for each layer, and why layers do not overlap. unit: us or ms. short: without sizes."""
-    output.print_table(out, plans_table("", plans, unit, short=short))
+def print_plans(out: Console, plans: Sequence[LayerPlan], *, short: bool = False) -> None:
+    """Print a row for each layer, and why layers do not overlap. short: without sizes."""
+    output.print_table(out, plans_table("", plans, short=short))
     out.print()
     for name, plan in plans:
         if not overlaps(plan.chosen.schedule):
             out.print(f"{name}: {plan.why}")
 
 
-def print_chart(out: Console, plans: Sequence[LayerPlan], unit: str) -> None:
-    """Print the predicted timeline on rank 0 of the layer with the most work. unit: us or ms."""
+def print_chart(out: Console, plans: Sequence[LayerPlan]) -> None:
+    """Print the predicted timeline on rank 0 of the layer with the most work."""
     name, plan = max(plans, key=lambda item: item[1].problem.flops)
     out.print(f"{name} as predicted on {plan.machine}, rank 0: {plan.chosen.spec}", style="bold")
-    out.print(gantt(plan.spans, rank=0, width=min(out.width, 120), unit=unit))
+    out.print(gantt(plan.spans, rank=0, width=min(out.width, 120)))
     out.print()
 
 

@@ -73,9 +73,9 @@ def command(
     for note in sizes.notes:
         out.print(f"note: {note}")
 
-    from weft.tools.run import run_model
+    with progress_bar("importing PyTorch, and starting ranks") as progress:
+        from weft.tools.run import run_model
 
-    with progress_bar("starting ranks") as progress:
         run = run_model(
             sizes,
             ranks=ranks,
@@ -126,12 +126,14 @@ def _print_results(run: Run) -> None:
     plans = [(layer.name, layer.plan) for layer in run.layers]
     size = f"{run.machine_ranks} ranks, {run.machine_tokens:,} tokens, {run.dtype}"
     out.print(f"\n1. Predicted on {run.machine_words}: {size}", style="bold")
-    print_plans(out, plans, "ms")
+    print_plans(out, plans)
+    for note in run.accuracy:
+        out.print(note)
     out.print(
         "The column weft has the time of the named schedule; :N says in how many chunks each rank's part is sent. Ideal is the "
         "longer of the matmul alone and the collective alone.\n"
     )
-    print_chart(out, plans, "ms")
+    print_chart(out, plans)
     ranks = f"{run.world_size} {DEVICES[run.device]} ranks"
     _print_titled(out, ran_table(f"2. Run here on {ranks}: {run.tokens:,} tokens, {run.dtype}", run))
     if run.measured_layers:

@@ -33,7 +33,15 @@ from weft.core.schedule import (
 from weft.core.span import Kind, Span
 
 
-def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, end_us: float) -> Span:
+def span(
+    schedule: Schedule,
+    rank: int,
+    lane: str,
+    step: Step,
+    start_us: float,
+    end_us: float,
+    waits: tuple[tuple[float, float], ...] = (),
+) -> Span:
     """Return the span of a step on `rank`."""
     return Span(
         rank=rank,
@@ -44,6 +52,7 @@ def span(schedule: Schedule, rank: int, lane: str, step: Step, start_us: float, 
         end_us=end_us,
         flops=flops(step),
         bytes=work_bytes(schedule, step),
+        waits=waits,
     )
 
 

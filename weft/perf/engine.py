@@ -53,7 +53,7 @@ from weft.core.work import WORK, continued, span
 from weft.perf import concurrent, kernels, ragged, transfers
 from weft.perf.network import Carried, Resource
 from weft.perf.terms import taken_sms
-from weft.perf.world import Process, SimulatedStep, StepRun, World, ns
+from weft.perf.world import Process, SimulatedStep, StepProcess, StepRun, World, ns
 
 MOST_NS = 2**53
 """The longest simulated time. Beyond it a float cannot represent single nanoseconds, and a wait for one would never end."""
@@ -96,7 +96,11 @@ class Outcome:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """The spans of all steps."""
-        return tuple(span(self.schedule, ran.rank, ran.lane, ran.step, ran.start / 1e3, ran.end / 1e3) for ran in self.steps)
+        schedule = self.schedule
+        return tuple(
+            span(schedule, rank, lane, step, start / 1e3, end / 1e3, tuple((low / 1e3, high / 1e3) for low, high in waits))
+            for start, rank, lane, end, step, waits in self.steps
+        )
 
 
 def simulate(schedule: Schedule, machine: Machine | str | Path) -> tuple[Span, ...]:
@@ -170,10 +174,10 @@ def _lane(world: World, rank: int, place: int, lane: Lane, at: dict[tuple[int, s
         start = world.now
         if position in launched:
             yield world.env.timeout(ns(world.machine.launch_us))
-        yield from steps[type(step)](inner if position in along | launched else world, rank, lane, step)
+        waits = yield from steps[type(step)](inner if position in along | launched else world, rank, lane, step)
         if position == len(lane.steps) - 1 and lane.kind == "copy" and world.machine.fork_us:
             yield world.env.timeout(ns(world.machine.fork_us))
-        world.step_runs.append(SimulatedStep(start, world.now, rank, place, position))
+        world.step_runs.append(SimulatedStep(start, world.now, rank, place, position, waits or ()))
     world.free_sms[rank] += taken_sms(world.machine, lane.kind)
     at.pop((rank, lane.name), None)
 
@@ -195,13 +199,13 @@ def _signal(world: World, rank: int, lane: Lane, step: Signal) -> Process:
     world.post(rank, step.flag)
 
 
-def _reduce(world: World, rank: int, lane: Lane, step: Reduce) -> Process:
+def _reduce(world: World, rank: int, lane: Lane, step: Reduce) -> StepProcess:
     problem = world.schedule.problem
     sms = problem.sms if isinstance(problem, CollectiveProblem) and lane.kind == "blocks" else None
     return kernels.reduce(world, rank, step, sms)
 
 
-STEPS: dict[type, Callable[[World, int, Lane, Any], Process]] = {
+STEPS: dict[type, Callable[[World, int, Lane, Any], StepProcess]] = {
     Wait: _wait,
     Signal: _signal,
     Copy: lambda world, rank, lane, step: transfers.copy(world, rank, lane.kind, step),

@@ -27,7 +27,7 @@ from weft.perf import transfers
 from weft.perf.contention import Time
 from weft.perf.shapes import by_hardware, shape_of, shapes_for
 from weft.perf.terms import GemmCost, adding_us, gemm_cost, hbm_us, kernel_cost, stalled_us, streamed_cost
-from weft.perf.world import FullKernel, Process, World, ns
+from weft.perf.world import FullKernel, Process, StepProcess, Waits, World, ns
 
 WAVES = 2
 """If there are more tiles than this number for each SM, they are assigned at once."""
@@ -53,6 +53,11 @@ class FreeSms:
         assert sms > 0, "a kernel has an SM"
         self._free = [(now, sms)]
         self._sms = sms
+
+    @property
+    def all_free(self) -> int:
+        """The time at which the last SM is free."""
+        return max(free for free, _ in self._free)
 
     def take(self, tiles: int, ends: Ends) -> tuple[int, int]:
         """Assign `tiles` to SMs, and return the ends of the first and the last one. ends: gives the end of each tile."""
@@ -124,13 +129,15 @@ def _groups(step: Gemm, rank: int) -> Iterator[_Group]:
         yield _Group(tuple(plain))
 
 
-def gemm(world: World, rank: int, step: Gemm) -> Process:
+def gemm(world: World, rank: int, step: Gemm) -> StepProcess:
     """Launch a GEMM, and run each group's tiles once its gates are open, until all tiles and stores have ended.
+
+    Return the times in which no tile worked because gates were closed.
 
     A GEMM without rows or columns launches nothing, but raises its flags."""
     if not any(part.out.size for part in step.parts):
         yield from _nothing(world, rank, step)
-        return
+        return ()
     ended = world.env.event()
     groups = tuple(_groups(step, rank))
     cost = _paced(world, rank, _cost(world, rank, step, groups))
@@ -140,10 +147,11 @@ def gemm(world: World, rank: int, step: Gemm) -> Process:
     yield world.env.timeout(ns(world.machine.launch_us + exchanging_us))
     yield from transfers.stage_rows(world, step)
     with world.network.contention.kernel(rank, cost.shares) as time:
-        slower = yield from _tiles(world, rank, groups, cost, time)
+        slower, waits = yield from _tiles(world, rank, groups, cost, time)
     ended.succeed()
     added = hbm_us(world.machine, sum(_added_bytes(world, part) for part in step.parts))
     world.kernel_ns[rank] += ns(world.machine.launch_us + slower * (cost.busy_us + added))
+    return waits
 
 
 def _nothing(world: World, rank: int, step: Gemm) -> Process:
@@ -154,19 +162,30 @@ def _nothing(world: World, rank: int, step: Gemm) -> Process:
             world.post(rank, part.count)
 
 
-def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, time: Time) -> Generator[simpy.Event, Any, float]:
-    """Run all tiles and stores. Return the factor by which contention slowed them."""
+def _tiles(
+    world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, time: Time
+) -> Generator[simpy.Event, Any, tuple[float, Waits]]:
+    """Run all tiles and stores. Return the factor by which contention slowed them, and the times in which all waited."""
     start, own = world.now, time.now
     blocks = FreeSms(cost.sms, own)
     stores: list[simpy.Event] = []
     sent: dict[tuple[int, int], simpy.Event] = {}
     end = ready = own
+    waits: list[tuple[int, int]] = []
+
+    def in_world(at: int) -> int:
+        """Convert a time of the kernel that is over, at its average speed until now."""
+        return world.now - round((time.now - at) * (world.now - start) / max(1, time.now - own))
+
     whole = sum(cost.tiles) - cost.halves
     # All gates are awaited concurrently: a part whose tiles have their own SMs need not wait for earlier parts' inner gates.
     opening = [world.env.process(_opened(world, group.parts[0], time)) for group in groups]
     for group, tiles, opened in zip(groups, cost.tiles, opening, strict=True):
         now, *inner = yield opened
         ready = max(ready, now)
+        idle = blocks.all_free + _tile_ns(world, rank, group, tiles, cost) * bool(group.parts[0].adds)
+        if ready > idle:
+            waits.append((in_world(idle), in_world(ready)))
         uncut, whole = min(tiles, whole), max(0, whole - tiles)
         first, last = blocks.take(uncut, _ends(world, rank, group, tiles, cost, (ready, *inner)))
         if uncut < tiles:
@@ -179,7 +198,7 @@ def _tiles(world: World, rank: int, groups: Sequence[_Group], cost: GemmCost, ti
     slower = (world.now - start) / (time.now - own) if time.now > own else 1.0
     if stores:
         yield world.env.all_of(stores)
-    return slower
+    return slower, tuple(waits)
 
 
 def _cost(world: World, rank: int, step: Gemm, groups: tuple[_Group, ...]) -> GemmCost:
@@ -330,22 +349,28 @@ def _finish(
     return [world.env.process(follow())]
 
 
-def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> Process:
+def reduce(world: World, rank: int, step: Reduce, sms: int | None = None) -> StepProcess:
     """Launch a reduction, and run its parts in order, each once its gates are open. Its slowest source sets a part's time.
 
-    sms: the number of SMs; the default is all free ones. Each SM reads and writes at most `kernels.sm_gbps`.
+    sms: the number of SMs; the default is all free ones. Each SM reads and writes at most `kernels.sm_gbps`. Return the times
+    in which a part waited.
     """
     launch = ns(world.machine.launch_us)
     yield world.env.timeout(launch)
     world.kernel_ns[rank] += launch
+    waits = []
     for part in step.parts:
+        closed = world.now
         for gate in part.gates:
             yield from world.wait(gate)
         start = world.now
+        if start > closed:
+            waits.append((closed, start))
         yield from _sum(world, rank, part, sms)
         world.kernel_ns[rank] += world.now - start
         if part.count is not None:
             world.post(rank, part.count)
+    return tuple(waits)
 
 
 def norm(world: World, rank: int, step: Norm) -> Process:

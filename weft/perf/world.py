@@ -24,7 +24,10 @@ from weft.perf.rotation import rotation
 from weft.perf.shapes import push_sms
 from weft.perf.terms import GemmCost, free_sms, hbm_us
 
+Waits = tuple[tuple[int, int], ...]
 Process = Generator[simpy.Event, Any, None]
+StepProcess = Generator[simpy.Event, Any, Waits | None]
+"""Returns the times in nanoseconds in which all work of a step waited for flags, if it has work that can."""
 
 
 def ns(us: float) -> int:
@@ -136,13 +139,14 @@ class FullKernel:
 
 
 class StepRun(NamedTuple):
-    """StepRun is a step that ran on a rank's lane, with its start and end in nanoseconds."""
+    """StepRun is a step that ran on a rank's lane, with its start, its end, and its waits inside in nanoseconds."""
 
     start: int
     rank: int
     lane: str
     end: int
     step: Step
+    waits: Waits
 
 
 class SimulatedStep(NamedTuple):
@@ -152,6 +156,7 @@ class SimulatedStep(NamedTuple):
     rank: the simulated rank.
     lane: the number of the lane on its rank.
     position: the number of the step on its lane.
+    waits: the times within the step in which all of its work waits for flags.
     """
 
     start: int
@@ -159,6 +164,7 @@ class SimulatedStep(NamedTuple):
     rank: int
     lane: int
     position: int
+    waits: Waits
 
 
 @dataclass
@@ -270,7 +276,7 @@ class World:
 
         def run_on(rank: int, step: SimulatedStep) -> StepRun:
             lane = self.schedule.ranks[rank][step.lane]
-            return StepRun(step.start, rank, lane.name, step.end, lane.steps[step.position])
+            return StepRun(step.start, rank, lane.name, step.end, lane.steps[step.position], step.waits)
 
         ranks = range(len(self.schedule.ranks)) if self.rotation else None
         runs = [run_on(rank, step) for step in self.step_runs for rank in ranks or (step.rank,)]

@@ -1,6 +1,7 @@
-"""`explain` splits the predicted time of a plan into parts. It also has the losses of the other simulated schedules, and the
-changes of sizes or rates that would make another family faster. Nothing runs on a GPU. The losses come from simulations of each
-half alone. The changes come from the ranking (weft.perf.ranking), corrected by its error for each simulated schedule.
+"""`explain` says in two sentences what a plan chose, and the reason that matters most. Its details split the predicted time
+into parts. They also have the losses of the other simulated schedules, and the changes of sizes or rates that would make
+another family faster. Nothing runs on a GPU. The losses come from simulations of each half alone. The changes come from the
+ranking (weft.perf.ranking), corrected by its error for each simulated schedule.
 
     predicted = whole half alone + more launches + smaller pieces + contention + head, tail, waits
 
@@ -30,8 +31,8 @@ from weft.perf.ranking import estimates, heuristic
 from weft.planner.choose import plan
 from weft.planner.simulated import FREE_US, Signature, Taxes, signature, taxes, without_communication, without_computation
 from weft.planner.values import Plan
-from weft.planner.words import us
-from weft.schedules import build, parse
+from weft.planner.words import factor, us
+from weft.schedules import build, overlaps, parse
 
 FACTORS = (2.0, 4.0, 16.0)
 """Sizes and rates are multiplied and divided by these factors to find what changes the choice."""
@@ -41,12 +42,21 @@ NOTHING = (
 )
 DEFAULT_MACHINE = "h200x8"
 _MARGIN = 0.01
+_COSTS = {
+    "more launches": "starting more kernels",
+    "more copies": "starting more copies",
+    "smaller pieces": "working in smaller pieces",
+    "contention": "computation and communication slowing each other",
+    "head, tail, waits": "the start, the end and waits, which nothing hides",
+}
+"""What a part of the time is, in words that follow "the largest cost is"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Explanation explains a plan.
+    """Explanation explains a plan. As text it is two sentences; `details` is the text with everything else.
 
+    why: what was chosen with its gain, and the reason that matters most.
     parts: the parts of the chosen schedule's predicted time in us, by name.
     signatures: the losses of the simulated schedules: the chosen one, the runner-up of another family, then the others.
     taxes: those of the chosen schedule, and of the sequential program if it was simulated.
@@ -54,6 +64,7 @@ class Explanation:
     changes: sentences, each with a change that would make another family faster, with its present number of chunks."""
 
     plan: Plan
+    why: str
     parts: Mapping[str, float]
     signatures: tuple[Signature, ...]
     taxes: tuple[Taxes, ...]
@@ -61,6 +72,11 @@ class Explanation:
     changes: tuple[str, ...]
 
     def __str__(self) -> str:
+        return self.why
+
+    @property
+    def details(self) -> str:
+        """The planner's comparison, the parts, the losses, the taxes, and what would change the choice, each on a line."""
         lines = [self.plan.why, *map(str, self.signatures)]
         named = ", ".join(f"{name} {part_us:+.0f}" for name, part_us in self.parts.items())
         if self.parts:
@@ -71,7 +87,7 @@ class Explanation:
 
 
 def explain(problem: Problem, machine: Machine | str | Path = DEFAULT_MACHINE) -> Explanation:
-    """Explain the planner's choice for `problem`. Print the result, or read its attributes.
+    """Explain the planner's choice for `problem`. Print the result or its `details`, or read its attributes.
 
     machine: a Machine, the name of a shipped profile, or the path of a file. With 8 ranks this takes seconds. Raises ValueError
     as `weft.plan` does.
@@ -84,9 +100,10 @@ def explain_plan(found: Plan, machine: Machine) -> Explanation:
     """Explain a plan for `machine`."""
     problem = found.problem
     if problem.world_size == 1 or not problem.m or not problem.n:
-        return Explanation(plan=found, parts={}, signatures=(), taxes=(), by_sizes="sequential", changes=())
+        return Explanation(plan=found, why=found.why, parts={}, signatures=(), taxes=(), by_sizes="sequential", changes=())
     if isinstance(problem, RaggedProblem):  # its losses follow from the routing, which is unknown
-        return Explanation(plan=found, parts={}, signatures=(), taxes=(), by_sizes=found.chosen.spec, changes=())
+        by_sizes = found.chosen.spec
+        return Explanation(plan=found, why=found.why, parts={}, signatures=(), taxes=(), by_sizes=by_sizes, changes=())
     specs = [found.chosen.spec, *_rivals(found)]
     simulated = {one.spec: one for one in reversed(found.candidates)}
     first = [spec for spec in specs if spec in simulated][:2]
@@ -100,12 +117,43 @@ def explain_plan(found: Plan, machine: Machine) -> Explanation:
     )
     return Explanation(
         plan=found,
+        why=_explain_gain(found, signatures, machine),
         parts=parts,
         signatures=signatures,
         taxes=paid,
         by_sizes=heuristic(problem, machine),
         changes=changes,
     )
+
+
+def _explain_gain(found: Plan, signatures: Sequence[Signature], machine: Machine) -> str:
+    """Say what was chosen and what it gains; then what costs it the most, or keeps others from a gain."""
+    chosen, *others = signatures
+    computation = "lookup" if isinstance(found.problem, LookupProblem) else "matmul"
+    halves = {computation: chosen.computation_us, "collective": chosen.communication_us}
+    (short, short_us), (long, long_us) = sorted(halves.items(), key=lambda half: half[1])
+    said = f"{chosen.spec} takes {us(chosen.total_us)} us, "
+    if chosen.spec == "sequential":
+        said += "and no other schedule is predicted to be faster." if others else "and no other was simulated."
+    else:
+        in_turn = f"the {computation} and NCCL in turn" if short_us else "NCCL"
+        said += f"{in_turn} {us(found.sequential_us)}: {factor(found.sequential_us / chosen.total_us)} as fast."
+    if overlaps(chosen.spec) and short_us:
+        said += f" The {long} alone takes {us(long_us)} us, and the {short} ({us(short_us)}) can run meanwhile"
+        more = f"; beyond that, the largest cost is {_largest_cost(chosen, machine)}"
+        return f"{said}{more if chosen.total_us > (1 + _MARGIN) * long_us else ''}."
+    if others and overlaps(others[0].spec) and short_us:
+        other = (
+            f" The next best, {others[0].spec}, takes {us(others[0].total_us)} us: it could hide the {short} ({us(short_us)}"
+        )
+        return f"{said}{other}), but pays for it, most of all for {_largest_cost(others[0], machine)}."
+    return f"{said} The next best, {others[0].spec}, takes {us(others[0].total_us)} us." if others else said
+
+
+def _largest_cost(found: Signature, machine: Machine) -> str:
+    parts = _split_time(found, machine)
+    name = max(_COSTS, key=lambda name: parts.get(name, 0.0))
+    return f"{_COSTS[name]} ({us(parts[name])} us)"
 
 
 def _rivals(found: Plan) -> list[str]:
@@ -160,14 +208,14 @@ def _changes(found: Plan, specs: Sequence[str], machine: Machine) -> Iterator[st
     problem, now = found.problem, estimates(found.problem, machine, specs)
     missed = {one.spec: one.predicted_us / now[one.spec] for one in found.candidates if now.get(one.spec)}
     for words, vary in _variations(problem, machine) if specs[1:] else ():
-        for factor in FACTORS:
-            changed = vary(factor)
+        for times in FACTORS:
+            changed = vary(times)
             if changed is None:
                 break
             us = {spec: us * missed.get(spec, 1.0) for spec, us in estimates(*changed, specs).items()}
             winner = min(us, key=us.__getitem__)
             if us[winner] < (1 - _MARGIN) * us[specs[0]]:
-                yield f"{words(factor)} {winner} would be faster."
+                yield f"{words(times)} {winner} would be faster."
                 break
 
 

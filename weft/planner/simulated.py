@@ -358,6 +358,6 @@ def lane_uses(spans: Sequence[Span]) -> Iterator[LaneUse]:
         by_lane.setdefault((span.rank, span.lane), []).append(span)
     for rank, lane in lanes_of(spans):
         items = by_lane[rank, lane]
-        busy_us = sum(span.duration_us for span in items if span.kind not in FLAGS)
-        waiting_us = sum(span.duration_us for span in items if span.kind == "wait")
+        busy_us = sum(span.duration_us - span.waited_us for span in items if span.kind not in FLAGS)
+        waiting_us = sum(span.duration_us if span.kind == "wait" else span.waited_us for span in items)
         yield LaneUse(rank=rank, lane=lane, steps=len(items), busy_us=busy_us, waiting_us=waiting_us)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 from weft.core.concurrent import ConcurrentProblem
 from weft.core.machine import Machine
@@ -13,10 +16,27 @@ from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.words import us
-from weft.schedules import judge, spec
+from weft.schedules import NOT_OVERLAPPED, VERDICTS, judge, spec
 
 if TYPE_CHECKING:
     from weft.perf import Outcome
+
+NO_CLEAR_GAIN, SLOWER = "no clear gain", "slower"
+PREDICTED_VERDICTS = (*VERDICTS[:-1], NO_CLEAR_GAIN, SLOWER, NOT_OVERLAPPED)
+"""The verdicts on a plan."""
+LEAST = 0.02
+"""Gains below this share are no clear gain, whatever the error is."""
+
+
+@functools.cache
+def kept_accuracy() -> Any:
+    """Return what accuracy.json has (weft.planner.accuracy)."""
+    return json.loads(resources.files("weft.planner").joinpath("accuracy.json").read_text(encoding="utf-8"))
+
+
+def median_error(ranks: int) -> float:
+    """Return the median error of a predicted time with this number of ranks; of all times if none was measured with it."""
+    return float(kept_accuracy()["errors"].get(str(ranks), kept_accuracy()["errors"]["all"])["median"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +104,13 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """One of weft.schedules.VERDICTS, on the chosen schedule."""
-        return judge(self.chosen.schedule, self.chosen.predicted_us, self.sequential_us)
+        """One of PREDICTED_VERDICTS, on the chosen schedule. Gains and losses within the error of predictions are not clear."""
+        found = judge(self.chosen.schedule, self.chosen.predicted_us, self.sequential_us)
+        least = max(LEAST, median_error(self.problem.world_size)) * self.chosen.predicted_us
+        gain_us = self.sequential_us - self.chosen.predicted_us
+        if found == NOT_OVERLAPPED or gain_us >= least > 0:
+            return found
+        return NO_CLEAR_GAIN if gain_us > -least else SLOWER
 
     @property
     def ideal_us(self) -> float:

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from weft.core.span import Kind, Span, total_us
 from weft.planner.simulated import lane_uses, lanes_of
-from weft.planner.words import count, ms
+from weft.planner.words import count, us
 from weft.report.tables import Html, join, lanes_table, table, tag
 
 Figure = dict[str, Any]
@@ -40,7 +40,7 @@ TOP_PX, NAME_PX, BOTTOM_PX = 12, 16, 44
 
 
 def bars(layers: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure:
-    """Return bars of times grouped by layer. Times are given in us and shown in ms. Series have names from BAR_COLOURS."""
+    """Return bars of times grouped by layer. Times are in us. Series have names from BAR_COLOURS."""
     places = list(range(len(layers)))
     data = [
         {
@@ -48,11 +48,11 @@ def bars(layers: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure
             "orientation": "h",
             "name": name,
             "y": places,
-            "x": [value / 1e3 for value in values],
-            "text": [ms(v) for v in values],
+            "x": list(values),
+            "text": [us(v) for v in values],
             "textposition": "auto",
             "marker": {"color": BAR_COLOURS[name]},
-            "hovertemplate": f"{name} %{{text}} ms<extra></extra>",
+            "hovertemplate": f"{name} %{{text}} us<extra></extra>",
         }
         for name, values in series.items()
     ]
@@ -61,17 +61,16 @@ def bars(layers: Sequence[str], series: Mapping[str, Sequence[float]]) -> Figure
 
 
 def timeline(spans: Iterable[Span], marks: Mapping[str, float]) -> Figure:
-    """Return spans by rank and lane over time. All but the first ranks are hidden at first.
+    """Return spans by rank and lane over time, waits within steps as waits. All but the first ranks are hidden at first.
 
     marks: the times in us, by name, at which a line is drawn."""
-    items = list(spans)
+    items = [piece for span in spans for piece in span.pieces()]
     lanes = lanes_of(items)
     first = set(sorted({rank for rank, _ in lanes})[:SHOWN_RANKS])
     shown = sum(rank in first for rank, _ in lanes)
     layout = _layout([_label(f"rank {rank} {lane}") for rank, lane in lanes], shown, LANE_PX * shown, marks)
-    end = 1.02 * max((*marks.values(), *(s.end_us for s in items)), default=1.0) / 1e3
-    at = {name: us / 1e3 for name, us in marks.items()}
-    layout.update(barmode="overlay", shapes=[_line(x) for x in at.values()], annotations=_names(at, end))
+    end = 1.02 * max((*marks.values(), *(s.end_us for s in items)), default=1.0)
+    layout.update(barmode="overlay", shapes=[_line(x) for x in marks.values()], annotations=_names(marks, end))
     layout["xaxis"]["range"] = [0, end]
     every = {"range": [len(lanes) - 0.5, -0.5], "height": layout["height"] + LANE_PX * (len(lanes) - shown)}
     return {"data": _kind_traces(items, lanes, first), "layout": layout, "all": every if shown < len(lanes) else None}
@@ -103,10 +102,10 @@ def _kind_trace(kind: str, spans: Sequence[Span], lanes: Sequence[tuple[int, str
         "orientation": "h",
         "name": kind,
         "y": [place[s.rank, s.lane] for s in spans],
-        "base": [round(s.start_us / 1e3, 6) for s in spans],
-        "x": [round(s.duration_us / 1e3, 6) for s in spans],
+        "base": [round(s.start_us, 3) for s in spans],
+        "x": [round(s.duration_us, 3) for s in spans],
         "width": 0.16 if faint else 0.72,
-        "customdata": [f"{_label(s.name)}<br>{ms(s.start_us)} to {ms(s.end_us)} ms" for s in spans],
+        "customdata": [f"{_label(s.name)}<br>{us(s.start_us)} to {us(s.end_us)} us" for s in spans],
         "hovertemplate": "%{customdata}<extra></extra>",
         "marker": {"color": colour, "opacity": 0.55 if faint else 1, "line": _outline(kind)},
     }
@@ -126,7 +125,7 @@ def _layout(labels: Sequence[str], shown: int, rows_px: int, marks: Collection[s
     return {
         "height": top + rows_px + BOTTOM_PX,
         "margin": {"l": 8, "r": 12, "t": top, "b": BOTTOM_PX},
-        "xaxis": {"title": {"text": "ms", "standoff": 4}, "rangemode": "tozero", "zeroline": False},
+        "xaxis": {"title": {"text": "us", "standoff": 4}, "rangemode": "tozero", "zeroline": False},
         "yaxis": {**rows, "showgrid": False, "zeroline": False, "fixedrange": True},
         "bargap": 0.25,
         "showlegend": False,
@@ -194,9 +193,9 @@ def timeline_panel(
         return tag("article", heading, tag("p", "No spans were recorded."))
     charts[name] = timeline(spans, marks)
     ranks = len({s.rank for s in spans})
-    words = f"Timeline of {title}: {count(len(spans), 'step')} on {count(ranks, 'rank')} in {ms(total_us(spans))} ms"
+    words = f"Timeline of {title}: {count(len(spans), 'step')} on {count(ranks, 'rank')} in {us(total_us(spans))} us"
     whole = total_us(spans)
-    lanes = table(lanes_table(f"Of {ms(whole)} ms", lane_uses(spans), whole))
+    lanes = table(lanes_table(f"Of {us(whole)} us", lane_uses(spans), whole))
     numbers = tag("details", tag("summary", "Lanes in numbers"), lanes)
     return tag("article", heading, _legend(charts[name]), _place(name, words), _button(name, ranks), numbers)
 

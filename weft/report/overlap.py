@@ -120,12 +120,12 @@ class ReportedPlace:
 
     def _judge(self) -> str:
         if not self.layer.overlapped:
-            return schedules.SEQUENTIAL
+            return schedules.NOT_OVERLAPPED
         if not self.calls:
             return schedules.judge(self.layer.schedule)
         forward = (call for call in self.calls if call.op in self.layer.operators)
         verdicts = {schedules.judge(call.spec, call.measured_us, call.sequential_us) for call in forward}
-        return next((verdict for verdict in schedules.VERDICTS if verdict in verdicts), schedules.SEQUENTIAL)
+        return next((verdict for verdict in schedules.VERDICTS if verdict in verdicts), schedules.NOT_OVERLAPPED)
 
     @property
     def overlapped(self) -> bool:
@@ -393,7 +393,8 @@ def _explain_choice(choice: Choice) -> str:
         return f"as with {' and '.join(map(str, choice.like))} rows"
     if choice.from_cache:
         return "from an earlier run"
-    return f"fastest of {len(choice.measurements)} measured" if choice.measurements else "predicted"
+    predicted = f"predicted for {choice.predicted_for}" if choice.predicted_for else "predicted"
+    return f"fastest of {len(choice.measurements)} measured" if choice.measurements else predicted
 
 
 def _profile(problem: Problem, device: torch.device) -> Machine | None:

@@ -23,7 +23,6 @@ async function draw(name) {
   const figure = structuredClone(charts[name]); // Plotly writes into what it is given; toggle needs the original
   const clear = { paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { size: 12 } };
   const place = document.getElementById(name);
-  setHeight(place, figure.layout.height);
   await Plotly.newPlot(place, figure.data, { ...figure.layout, ...clear }, options);
   await Plotly.relayout(place, colours(figure));
 }

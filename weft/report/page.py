@@ -17,9 +17,10 @@ from plotly.offline import get_plotlyjs
 
 from weft.core.machine import Machine
 from weft.core.schedule import Schedule
+from weft.planner.accuracy import accuracy_notes
 from weft.planner.simulated import Simulation
-from weft.planner.values import Plan
-from weft.planner.words import count, factor, ms
+from weft.planner.values import Plan, median_error
+from weft.planner.words import count, factor, percent, us
 from weft.report.charts import Charts, Figure, bars, bars_panel, timeline_panel
 from weft.report.tables import (
     Column,
@@ -51,35 +52,37 @@ def predicted_section(title: str, plans: Sequence[tuple[str, Plan]], charts: Cha
     if not plans:
         return tag("section", tag("h2", title), tag("p", "No layer was planned."))
     times = [(name, plan, plan.chosen.predicted_us) for name, plan in plans]
+    error = median_error(ranks)
     texts = (
         f"A rank is one process with one GPU; here there are {ranks}. A schedule says what each rank computes and "
         "sends, in which order, and what waits for what. A name that ends in :N sends each rank's part in N chunks.",
         "Sequential is the matmul and the collective one after the other. The column weft is the named schedule, which weft's "
-        "planner chose unless it was asked for: it overlaps both, or is only faster than sequential, or is sequential itself. "
+        "planner chose unless it was asked for. The verdict says whether it overlaps both or is only faster. There is no clear "
+        f"gain where the times differ by less than predictions err: {percent(error)} in the median. "
         "Ideal is the longer of the matmul alone and the collective alone, as if the other one were hidden completely. The "
         "column of ideal is ideal divided by weft, and the speed-up is sequential divided by weft. M, N and K are those of all "
         "ranks.",
     )
     caption = f"One call, {count(ranks, 'rank')}, {count(tokens, 'token')}"
+    chart = bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts)
     lines = [
         timeline_panel(*(f"timeline-predicted-{i}", f"{name}: {plan.chosen.spec}"), plan.spans, _marks(plan), charts, plan.why)
         for i, (name, plan) in enumerate(plans)
     ]
-    chart = bars_panel("bars-predicted", "Bars: predicted times; the table has the numbers", _bars(times), charts)
-    parts = [*(tag("p", text) for text in texts), _lead(plans), table(plans_table(caption, plans, "ms")), chart, _how_to_read()]
+    parts = [*(tag("p", text) for text in texts), table(plans_table(caption, plans)), chart, _how_to_read()]
     return tag("section", tag("h2", title), *parts, *lines)
 
 
-def _lead(plans: Sequence[tuple[str, Plan]]) -> Html:
+def _headline(plans: Sequence[tuple[str, Plan]], accuracy: Iterable[str]) -> list[Html]:
+    """Return what all layers together gain, and how far such predictions are from what was measured."""
+    if not plans:
+        return []
     before = sum(plan.sequential_us for _, plan in plans)
     after = sum(plan.chosen.predicted_us for _, plan in plans)
     ideal = sum(plan.ideal_us for _, plan in plans)
-    gain = f"{factor(before / after)} as fast as" if after else "as fast as"
-    text = (
-        f"One call of each layer is predicted to take {ms(before)} ms sequentially and {ms(after)} ms as planned, "
-        f"which is {gain} sequential; ideal is {ms(ideal)} ms."
-    )
-    return tag("p", text, class_="lead")
+    gain = f"{factor(before / after)} as fast is predicted: " if after else ""
+    text = f"{gain}one call of each layer takes {us(after)} us in place of {us(before)} us; ideal is {us(ideal)} us."
+    return [tag("p", text, class_="headline"), *(tag("p", note) for note in accuracy)]
 
 
 def _how_to_read() -> Html:
@@ -97,15 +100,14 @@ def ran_section(run: Run, charts: Charts) -> Html:
     if not run.layers:
         return tag("section", tag("h2", title), tag("p", "No layer was run."))
     lines = [
-        timeline_panel(
-            *(f"timeline-measured-{i}", f"{s.name}: {s.spec}"), s.spans, _marks(s.speeds) if s.speeds else {}, charts
-        )
-        for i, s in enumerate(run.layers)
+        timeline_panel(f"timeline-measured-{i}", f"{s.name}: {s.spec}", s.spans, _marks(speeds), charts)
+        for i, (s, speeds) in enumerate(run.measured_layers)
     ]
-    read = tag("p", "Each timeline below is one call that was recorded here, drawn as above.")
+    if lines:
+        lines.insert(0, tag("p", "Each timeline below is one call that was recorded here, drawn as above."))
     caption = f"{count(run.world_size, 'rank')}, {count(run.tokens, 'token')}, {run.dtype}"
     ran = table(ran_table(caption, run))
-    parts = [*_explained(run), ran, *(_speeds(run, charts) if run.measured_layers else ()), read]
+    parts = [*_explained(run), ran, *(_speeds(run, charts) if run.measured_layers else ())]
     return tag("section", tag("h2", title), *parts, *lines)
 
 
@@ -121,8 +123,8 @@ def _explained(run: Run) -> list[Html]:
             0,
             f"A rank is now a process of this machine's CPU. The ranks ran {same}{count(run.tokens, 'token')} instead of "
             f"{run.machine_tokens:,}: where a GPU would run several parts as one kernel, a CPU rank runs them one by one. "
-            "Times of CPUs say nothing about GPUs, so they are not compared: the timelines show the order of the steps. "
-            "A copy within one memory is short, hence a thin line.",
+            "Times of CPUs say nothing about GPUs, so they are neither compared nor drawn; `weft run --trace FILE` writes the "
+            "steps of each rank in their order.",
         )
     notes = unpredicted_notes(run)
     notes += [
@@ -197,13 +199,16 @@ def run_page(run: Run) -> str:
 
 
 def document(title: str, sections: Sequence[Html], charts: Mapping[str, Figure]) -> str:
-    """Return a page of these sections as HTML. charts: the figure for each chart in the sections, by the id of its element."""
+    """Return a page of these sections as HTML. charts: the figure for each chart in the sections, by the id of its element.
+
+    Each chart has its height before the script draws it, so that what stands below does not move."""
     scripts = [
         json_script("charts", charts),
         Html(f"<script>{get_plotlyjs()}</script>"),
         Html(f"<script>{text_of('page.js')}</script>"),
     ]
-    return html_page(title, *sections, scripts=scripts)
+    heights = "".join(f"#{name} {{ height: {figure['layout']['height']}px }}\n" for name, figure in charts.items())
+    return html_page(title, Html(f"<style>\n{heights}</style>"), *sections, scripts=scripts)
 
 
 def _header(run: Run) -> Html:
@@ -217,7 +222,8 @@ def _header(run: Run) -> Html:
     ]
     badge = tag("span", verdict, class_="verdict right" if run.ok and run.layers else "verdict wrong")
     title = tag("h1", f"{run.model}: communication hidden behind computation ", badge)
-    return tag("header", title, *(tag("p", text, class_="lead") for text in _introduction(run)), facts_list(facts))
+    headline = _headline([(layer.name, layer.plan) for layer in run.layers], run.accuracy)
+    return tag("header", title, *headline, *(tag("p", text) for text in _introduction(run)), facts_list(facts))
 
 
 def _introduction(run: Run) -> tuple[str, ...]:
@@ -233,7 +239,7 @@ def _introduction(run: Run) -> tuple[str, ...]:
         f"The page shows two things. Section 1 predicts how long each communicating layer takes on {run.machine_words}, "
         "sequentially and with a schedule that overlaps communication and computation. Section 2 shows what ran here: "
         f"{ran}. Every schedule was proved, and every result was compared with the sequential program in float32. "
-        "Times in tables and charts are in milliseconds (ms); the reasons of choices have microseconds (us).",
+        "Times are in microseconds (us).",
     )
 
 
@@ -250,7 +256,8 @@ def write_plan_report(
     ranks = plans[0][1].problem.world_size if plans else machine.world_size
     size = f"{count(ranks, 'rank')}, {count(tokens, 'token')}"
     facts = [("Machine", machine.description), ("Size", size), ("Inputs", dtypes)]
-    header = tag("header", tag("h1", f"{model}: schedules that weft plans"), facts_list(facts))
+    headline = _headline(plans, accuracy_notes(machine, plans))
+    header = tag("header", tag("h1", f"{model}: schedules that weft plans"), *headline, facts_list(facts))
     section = predicted_section(f"Predicted for {machine.description}", plans, charts, ranks=ranks, tokens=tokens)
     return write_page(document(f"{model} planned", [header, section], charts), folder)
 

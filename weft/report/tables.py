@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from weft.planner.words import factor, mib, ms, percent, sizes, us
+from weft.planner.words import factor, mib, percent, sizes, us
 
 if TYPE_CHECKING:
     from weft.planner.simulated import LaneUse, Signature, Simulation
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 UNITS: Mapping[str, Callable[[float], str]] = {
     "us": us,
-    "ms": ms,
     "%": percent,
     "x": factor,
     "MiB": mib,
     "ratio": lambda value: f"{value:.2f}",
     "error": lambda value: f"{value:.2g}",
 }
-"""The function that formats the numbers of a column, by the column's unit. Times are given in us, and sizes in bytes."""
+"""The function that formats the numbers of a column, by the column's unit. Times are given and shown in us, so that a table and
+its chart have one unit; sizes are given in bytes. Sentences give the time of a whole model in ms."""
 NOTHING = "-"
 """The text of a number that is not known."""
 
@@ -80,9 +80,11 @@ class ReportTable:
 LAYER, SCHEDULE, SIZES = Column("layer", words=True), Column("schedule", words=True), Column("M x N x K", words=True)
 
 
-def _time_columns(unit: str) -> tuple[Column, ...]:
-    times = (Column(name, unit) for name in ("sequential", "weft", "ideal"))
-    return (Column("speed-up", "x"), *times, Column("of ideal", "%"))
+TIMES = (
+    Column("speed-up", "x"),
+    *(Column(name, "us") for name in ("sequential", "weft", "ideal")),
+    Column("of ideal", "%"),
+)
 
 
 def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[Cell, ...]:
@@ -90,10 +92,10 @@ def _times(times: Plan | Speeds, overlapped_us: float) -> tuple[Cell, ...]:
     return gain, times.sequential_us, overlapped_us, times.ideal_us, times.share_of_ideal
 
 
-def plans_table(title: str, plans: Iterable[tuple[str, Plan]], unit: str, *, short: bool = False) -> ReportTable:
-    """Return a row for each layer with its schedule and its predicted times. unit: us or ms. short: without sizes and the share
+def plans_table(title: str, plans: Iterable[tuple[str, Plan]], *, short: bool = False) -> ReportTable:
+    """Return a row for each layer with its schedule and its predicted times. short: without sizes and the share
     of the ideal, so that it fits a terminal of 80 columns."""
-    columns = (LAYER, SCHEDULE, Column("verdict", words=True), *_time_columns(unit), SIZES)
+    columns = (LAYER, SCHEDULE, Column("verdict", words=True), *TIMES, SIZES)
     rows = [
         (layer, plan.chosen.spec, plan.verdict, *_times(plan, plan.chosen.predicted_us), sizes(plan.problem))
         for layer, plan in plans
@@ -125,7 +127,7 @@ def speeds_table(run: Run) -> ReportTable:
     return ReportTable(
         title=f"Measured: medians of the slowest rank. {run.machine} is the prediction, for {run.machine_ranks} ranks and "
         f"{run.machine_tokens:,} tokens",
-        columns=(LAYER, SCHEDULE, *_time_columns("ms"), Column(run.machine, "ms")),
+        columns=(LAYER, SCHEDULE, *TIMES, Column(run.machine, "us")),
         rows=[
             (layer.name, layer.spec, *_times(speeds, speeds.overlapped_us), layer.plan.chosen.predicted_us)
             for layer, speeds in run.measured_layers
@@ -143,8 +145,8 @@ def speeds_notes(run: Run) -> list[str]:
         )
     for layer, speeds in run.measured_layers:
         if speeds.tried:
-            tried = ", ".join(f"{spec} {ms(time_us)}" for spec, time_us in speeds.candidates_us)
-            notes.append(f"{layer.name}: chosen by measurement; ms of each schedule that was tried: {tried}")
+            tried = ", ".join(f"{spec} {us(time_us)}" for spec, time_us in speeds.candidates_us)
+            notes.append(f"{layer.name}: chosen by measurement; us of each schedule that was tried: {tried}")
     return notes
 
 
@@ -168,7 +170,7 @@ def simulation_table(found: Simulation) -> ReportTable:
     }
     rows = [(name, us, us / found.sequential_us if found.sequential_us else None) for name, us in times.items()]
     return ReportTable(
-        title="Times", columns=(Column("", words=True), Column("", "ms"), Column("of sequential", "%")), rows=rows
+        title="Times", columns=(Column("", words=True), Column("", "us"), Column("of sequential", "%")), rows=rows
     )
 
 
@@ -186,8 +188,8 @@ def lanes_table(title: str, lanes: Iterable[LaneUse], total_us: float) -> Report
     columns = (
         Column("lane", words=True),
         Column("steps"),
-        Column("busy", "ms"),
-        Column("waiting", "ms"),
+        Column("busy", "us"),
+        Column("waiting", "us"),
         Column("busy share", "%"),
     )
     rows = [

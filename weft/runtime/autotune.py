@@ -41,7 +41,7 @@ import torch
 
 from weft.core.errors import WeftError, warn_once
 from weft.core.problem import Problem
-from weft.schedules import SEQUENTIAL, judge
+from weft.schedules import judge
 
 P = TypeVar("P")
 """The type of a bound candidate. For an operator's schedules it is BoundProgram."""
@@ -114,8 +114,7 @@ class Choice:
         like = f"as with {' and '.join(map(str, self.like))} rows" if self.like else ""
         predicted = f"predicted for {self.predicted_for}" if self.predicted_for else ""
         why = ", ".join(filter(None, (earlier, like, measured, predicted))) or "not measured"
-        # "sequential" is also the name of a schedule.
-        said = "" if verdict == self.spec else f", {'not overlapped' if verdict == SEQUENTIAL else verdict}"
+        said = "" if self.spec == "sequential" else f", {verdict}"
         return f"{self.problem}: {self.spec}{said} ({why})"
 
 

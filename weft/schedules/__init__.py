@@ -292,8 +292,8 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
-VERDICTS = OVERLAPPED, FASTER, SEQUENTIAL = "overlapped", "faster but not overlapped", "sequential"
-"""The verdicts of reports on the chosen schedule."""
+VERDICTS = OVERLAPPED, FASTER, NOT_OVERLAPPED = "overlapped", "faster but not overlapped", "not overlapped"
+"""The verdicts of reports on the chosen schedule. None is the name of a schedule."""
 MOST_CHUNKS = 512
 """The most chunks per shard. With 256, a schedule of 8 ranks has up to 100,000 steps, and its proof takes 2 s."""
 
@@ -319,11 +319,11 @@ def judge(name: str, us: float | None = None, sequential_us: float | None = None
     """Return whether a schedule overlaps, is only faster than the sequential program, or neither. Times may be unknown.
 
     >>> judge("flag_gated:2"), judge("sequential_stores", 90.0, 99.0), judge("sequential")
-    ('overlapped', 'faster but not overlapped', 'sequential')
+    ('overlapped', 'faster but not overlapped', 'not overlapped')
     """
     if overlaps(name):
         return OVERLAPPED
-    return FASTER if us is not None and sequential_us is not None and us < sequential_us else SEQUENTIAL
+    return FASTER if us is not None and sequential_us is not None and us < sequential_us else NOT_OVERLAPPED
 
 
 def simplicity(name: str, chunks: int) -> tuple[int, int]:

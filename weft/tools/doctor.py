@@ -18,7 +18,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -55,11 +55,22 @@ _SLOW_CURE = (
 )
 
 
-def diagnose(*, quick: bool = False) -> tuple[Finding, ...]:
+def diagnose(*, quick: bool = False, progress: Callable[[str, int, int], None] = lambda *_: None) -> tuple[Finding, ...]:
     """Return all findings, in the order in which a user would fix them.
 
-    This takes some seconds to import PyTorch, and about 20 s on two or more GPUs. quick: whether to skip timing transports."""
-    return (*software_findings(), *environment_findings(), *host_findings(), *gpu_findings(quick=quick))
+    This takes some seconds to import PyTorch, and about 20 s on two or more GPUs. quick: whether to skip timing transports.
+    progress: called before each group of findings as progress(what, groups done, groups)."""
+    groups: dict[str, Callable[[], Iterable[Finding]]] = {
+        "importing PyTorch and other packages": software_findings,
+        "environment variables": environment_findings,
+        "memory and processes of the host": host_findings,
+        "GPUs and links" if quick else "GPUs, links and transports": lambda: gpu_findings(quick=quick),
+    }
+    found: list[Finding] = []
+    for at, (what, findings) in enumerate(groups.items()):
+        progress(what, at, len(groups))
+        found += findings()
+    return tuple(found)
 
 
 def gpu_findings(*, quick: bool = True) -> tuple[Finding, ...]:

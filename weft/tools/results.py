@@ -97,6 +97,8 @@ class Run:
     layers: tuple[LayerRun, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     """The versions of the software that ran."""
+    accuracy: tuple[str, ...] = ()
+    """Sentences on how far such predictions are from what was measured (weft.planner.accuracy)."""
 
     @property
     def ok(self) -> bool:

@@ -34,6 +34,7 @@ from weft.core.problem import ITEMSIZE, LOOKUP_OPS, OPS, REDUCTIONS, DType, Look
 from weft.core.schedule import Schedule
 from weft.core.span import Span
 from weft.planner import plan
+from weft.planner.accuracy import accuracy_notes
 from weft.planner.models import Model, decode_calls, operator_calls
 from weft.planner.values import Plan
 from weft.runtime.autotune import Choice
@@ -115,6 +116,7 @@ def run_model(
         machine_tokens=machine_tokens,
         layers=tuple(done),
         versions=versions(device),
+        accuracy=accuracy_notes(machine, [(layer.name, layer.plan) for layer in done]),
     )
 
 
