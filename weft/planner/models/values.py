@@ -138,7 +138,7 @@ class Place:
         return ": ".join(filter(None, (self.module, ", ".join(self.parts))))
 
     def __str__(self) -> str:
-        verdict = "" if self.operators else "sequential"
+        verdict = "" if self.operators else "not overlapped"
         return f"{self.count} x {self.name}: " + "; ".join(filter(None, (", ".join(self.operators), verdict, self.reason)))
 
 
