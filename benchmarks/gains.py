@@ -72,9 +72,14 @@ def _of(op: str, holds: Callable[[Row], bool] = lambda row: True) -> Callable[[R
     return lambda row: row.op == op and holds(row)
 
 
-def _training(model: str, tokens: int) -> Callable[[Row], bool]:
-    """Eager steps of a model."""
-    return lambda row: row.case.startswith(model) and f" {tokens} tokens" in row.case and row.extra.get("modes") == ["eager"]
+def _same_tensors(row: Row) -> bool:
+    """Whether a warm call has the tensors of an earlier one."""
+    return row.state == "same tensors"
+
+
+def _training(models: tuple[str, ...], tokens: int) -> Callable[[Row], bool]:
+    """Eager steps of models."""
+    return lambda row: row.case.startswith(models) and f" {tokens} tokens" in row.case and row.extra.get("modes") == ["eager"]
 
 
 _ANY = 1 << 40
@@ -84,24 +89,27 @@ GROUPS: tuple[Group, ...] = (
         for op in ("all_gather_matmul", "matmul_reduce_scatter")
         for size, between in {"M >= 8192": (8192, _ANY), "M <= 2048": (0, 2048)}.items()
     ),
-    Group(name="matmul_all_reduce, 1 to 128 rows", file="all_reduce"),
+    Group(name="matmul_all_reduce, 1 to 128 rows", file="all_reduce", holds=lambda row: row.mode == "graph"),
+    Group(name="the same, called eagerly", file="host", holds=_of("matmul_all_reduce", _same_tensors)),
     Group(name="matmul with all_to_all, even", file="all_to_all", holds=lambda row: "experts" not in row.case),
     Group(name="matmul with all_to_all, splits", file="all_to_all", holds=lambda row: "experts" in row.case),
     Group(name="embedding_bag_all_to_all", file="embedding"),
     Group(name="the same, against weft's own lookup", file="embedding", unoverlapped=True),
     *(
-        Group(name=f"Mixtral layer, {part}", file="moe", holds=lambda row, part=part: row.case.endswith(part))
-        for part in ("forward", "step")
+        Group(name=f"Mixtral MoE layer, {what}", file="moe", holds=lambda row, part=part: row.case.endswith(part))
+        for part, what in {"forward": "forward", "step": "with backward"}.items()
     ),
-    Group(name="Llama 3 70B layers, decode", file="models", holds=_of("decode")),
-    Group(name="Llama 3 70B layers, prefill", file="models", holds=_of("prefill")),
+    Group(name="Llama 3 70B, 2 layers, decode", file="models", holds=_of("decode")),
+    Group(name="Llama 3 70B, 2 layers, prefill", file="models", holds=_of("prefill")),
     *(
-        Group(name=f"training step, {name}, {tokens} tokens", file="training", holds=_training(model, tokens))
-        for name, model, tokens in (
-            ("Llama 3 8B", "llama3-8b", 8192),
-            ("Llama 3 70B", "llama3-70b", 8192),
-            ("4 models", "", 8192),
-            ("4 models", "", 2048),
+        Group(name=f"{name}, step, {tokens} tokens", file="training", holds=_training(models, tokens))
+        for name, models, tokens in (
+            ("Llama 3 8B", ("llama3-8b",), 8192),
+            ("Llama 3 70B", ("llama3-70b",), 8192),
+            ("Qwen 3 32B", ("qwen3-32b",), 8192),
+            ("Mixtral 8x7B", ("mixtral-8x7b",), 8192),
+            ("these but Mixtral", ("llama3-8b", "llama3-70b", "qwen3-32b"), 2048),
+            ("Mixtral 8x7B", ("mixtral-8x7b",), 2048),
         )
     ),
     Group(name="matmuls and a collective at once", file="concurrent"),
@@ -150,8 +158,7 @@ def _line(group: Group, some: Sequence[Row]) -> tuple[str, ...]:
     count = max(sum(row.mode == mode for row in some) for mode in ("graph", "eager"))
     (fastest, _), *others = Counter(group.other(row)[0] for row in some).most_common()
     # In graphs, where the host's time is in nothing.
-    graphs = [row for row in some if row.mode == "graph"] or list(some)
-    known = [us / (default(row) or math.nan) for row in graphs if (us := unoverlapped(row))]
+    known = [us / (default(row) or math.nan) for row in some if row.mode == "graph" and (us := unoverlapped(row))]
     alone = f"{geomean(known):.2f}" if known else "-"
     least = f"{min(map(group.gain, some)):.2f}"
     return (group.name, str(count), fastest + (" *" if others else ""), *_means(group, some), least, alone)

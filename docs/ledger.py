@@ -67,7 +67,6 @@ CODE: dict[str, Sequence[str]] = {
     "products": ("weft/runtime/products.py",),
 }
 """By benchmark, the code that its figures depend on; OPERATORS for all others."""
-GAINS = ("tp", "all_reduce", "all_to_all", "embedding", "moe", "models", "concurrent")
 BLOCK = re.compile(r"^```text (\w+) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 _UNITS = (
@@ -137,7 +136,8 @@ def list_files(kind: str, words: Sequence[str]) -> list[str]:
     """Return the result files that a generated table is made from, without `.jsonl`. Other tables have none."""
     if kind == "gains":
         names = [*words, *(folder.name for folder in measured_tables.OTHERS.values())]
-        return [f"{name}/{bench}" for name in names for bench in GAINS if has_file(f"{name}/{bench}")]
+        files = sorted({group.file for group in benchmark("gains").GROUPS})
+        return [f"{name}/{file}" for name in names for file in files if has_file(f"{name}/{file}")]
     if kind == "simulated":
         return sorted(benchmark("simulated").FILES)
     return [word for word in words if has_file(word)]

@@ -66,7 +66,7 @@ def gains(folder: str) -> str:
             for row in lines(bench) if (where / f"{name}.jsonl").exists() else ():
                 if row.machine.startswith(machine):
                     days.setdefault(f"{row.machine}, {versions(row)}", set()).add(date_of(row.commit))
-    measured = [f"{where}, {' and '.join(sorted(some))}" for where, some in days.items()]
+    measured = [f"{where}, {' to '.join(dict.fromkeys((min(some), max(some))))}" for where, some in days.items()]
     return "\n".join([table(made.table(RESULTS / folder, OTHERS)), "", *measured])
 
 
