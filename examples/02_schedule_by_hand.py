@@ -6,7 +6,7 @@ all_gather_matmul on two ranks. Each rank pushes the upper half of its shard fir
 the own shard at once, then each half of the peer's behind its gate.
 
     rank r, compute                      rank r, copy
-    gemm  own shard                      wait free@r >= 0              the peer has read what the call before brought it
+    gemm  own shard                      wait prev free                the peer has read what the call before brought it
           upper half, gate arrived[0]    copy upper half ~> peer,      signal arrived[0]@peer
           lower half, gate arrived[1]    copy lower half ~> peer,      signal arrived[1]@peer
     signal free@peer
@@ -23,15 +23,13 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.core import machine
-from weft.core.problem import Problem, Span1D
 from weft.runtime.ranks import Ranks
-from weft.schedule import Buffer, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Step, Wait
+from weft.schedule import Buffer, Copy, Flag, Gemm, Lane, Part, Region, Schedule, Signal, Span1D, Step, Wait
 
 RANKS = 2
 
 
-def by_hand(problem: Problem) -> Schedule:
+def by_hand(problem: weft.Problem) -> Schedule:
     """The schedule for two equal shards."""
     (low, high), _ = problem.shards
     rows, cols, k = high - low, problem.columns(0), problem.k
@@ -87,7 +85,7 @@ def run_here(schedule: Schedule) -> float:
 
 
 def main() -> None:
-    small = by_hand(Problem(op="all_gather_matmul", m=256, n=256, k=128, world_size=RANKS, dtype="float32"))
+    small = by_hand(weft.Problem(op="all_gather_matmul", m=256, n=256, k=128, world_size=RANKS, dtype="float32"))
     weft.schedule.check(small)
     print("Checked: two calls in a row, at any speed of lanes and ranks.\n")
     print(f"{weft.schedule.timeline(small, ranks=(0, 1), width=150)}\n")
@@ -97,8 +95,8 @@ def main() -> None:
     except weft.schedule.ScheduleError as error:
         print(f"Without the wait for `free` on rank 0:\n{error}\n")
 
-    h200 = machine.load("h200x8")
-    large = Problem(op="all_gather_matmul", m=8192, n=3072, k=8192, world_size=RANKS)
+    h200 = weft.machine.load("h200x8")
+    large = weft.Problem(op="all_gather_matmul", m=8192, n=3072, k=8192, world_size=RANKS)
     print(f"Predicted for two GPUs of {h200.description}, {large}:")
     for schedule in (weft.schedule.build(large, "sequential"), weft.schedule.build(large, "shard_p2p"), by_hand(large)):
         print(f"  {schedule.name:<12}{max(span.end_us for span in weft.schedule.simulate(schedule, h200)):>6.0f} us")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import H200
 
 from weft.runtime import tuner
 from weft.runtime.calls import MatmulCall
@@ -50,7 +51,8 @@ def fake_gpu(limit: int = 1 << 30) -> Iterator[Capture]:
         patch.setattr(GroupState, "_resources_of", _resources_of)
         patch.setattr(Programs, "_limit", lambda self, device: limit)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture.on)
-        patch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+        patch.setattr(torch.cuda, "get_device_name", lambda device=None: H200.name)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device=None: H200)
         patch.setattr(tuner, "gpu_number", lambda device: 5)
         patch.setattr(tuner, "links_between", lambda numbers: "x")
         patch.setattr(tuner, "queued_timer_for", lambda device: None)

@@ -266,6 +266,29 @@ def test_a_forward_is_no_others_backward(ranks: RankFixture) -> None:
         assert back[8:] == ["gathered inputs kept for the backward pass: 0.00024 MiB of memory on a rank"]
 
 
+def _one_that_keeps_and_one_that_does_not() -> tuple[list[str], list[str]]:
+    """Two models of the same sizes, one of which keeps its gathered input."""
+    torch.manual_seed(0)
+    models = []
+    for keep in (True, False):
+        model = nn.ModuleDict({"up": nn.Linear(8, 12, bias=False)})
+        style = weft.ColwiseParallel(input_layouts=Shard(0), schedule="shard_p2p", keep_gathered=keep)
+        parallelize_module(model, dist.init_device_mesh("cpu", (2,)), {"up": style})
+        model["up"](torch.randn(4, 8, requires_grad=True)).sum().backward()
+        models.append(model)
+    first, second = map(_get_report_lines, models)
+    return first, second
+
+
+def test_a_report_has_no_call_of_another_model(ranks: RankFixture) -> None:
+    for keeps, gathers_again in ranks(2).run(_one_that_keeps_and_one_that_does_not):
+        assert any("kept for the backward pass" in line for line in keeps)
+        assert not any("kept" in line for line in gathers_again)
+        for lines in (keeps, gathers_again):
+            ran = sorted(line.split()[0] for line in lines if "M=8" in line)
+            assert ran == ["all_gather_matmul", "matmul_reduce_scatter"]
+
+
 def _training() -> list[list[str]]:
     """A forward pass that records gradients, another one, and then the backward pass of the second."""
     model = nn.ModuleDict({"up": nn.Linear(8, 12), "down": nn.Linear(12, 8), "head": nn.Linear(8, 6)})

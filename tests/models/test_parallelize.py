@@ -52,10 +52,10 @@ def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, kind:
     whole_lookup = "whole on every rank: it has padding_idx or max_norm"
     lookup = whole_lookup if kind == "mistral" else "its output is summed: weft has no operator"
     cut = "its input is cut to this rank's tokens: the gradient of that is gathered"
-    assert layers["model.layers.*"] == f"sequential; {cut}"
-    assert layers["model.norm"] == "sequential; its input is gathered: no matmul follows in every call"
-    assert layers["lm_head"] == "sequential; its logits are gathered, so that every rank has all"
-    assert layers["model.embed_tokens"].startswith(f"sequential; {lookup}")
+    assert layers["model.layers.*"] == f"not overlapped; {cut}"
+    assert layers["model.norm"] == "not overlapped; its input is gathered: no matmul follows in every call"
+    assert layers["lm_head"] == "not overlapped; its logits are gathered, so that every rank has all"
+    assert layers["model.embed_tokens"].startswith(f"not overlapped; {lookup}")
     assert "all_gather_matmul M=22 shard_p2p not measured (asked for)" in report
 
 
@@ -76,8 +76,8 @@ def _own_forwards() -> str:
 def test_forwards_that_were_put_on_modules_themselves_run(ranks: RankFixture) -> None:
     layers = places(ranks(2).run(_own_forwards)[0])
     why = "its forward was put on the module itself"
-    assert layers["model.layers.*.mlp"] == f"sequential; runs whole on every rank: up_proj: {why}"
-    assert layers["lm_head"] == f"sequential; runs whole on every rank: {why}"
+    assert layers["model.layers.*.mlp"] == f"not overlapped; runs whole on every rank: up_proj: {why}"
+    assert layers["lm_head"] == f"not overlapped; runs whole on every rank: {why}"
 
 
 @on_ranks(2)
@@ -198,10 +198,13 @@ def test_adapters_are_put_in_before(ranks: RankFixture) -> None:
 def test_blocks_that_cannot_be_sharded_run_whole_and_say_why(ranks: RankFixture) -> None:
     experts, heads, adapter = (places(report) for report in ranks(2).run(_whole_blocks)[0])
     assert any(
-        said.startswith("sequential; runs whole on every rank: all experts on all tokens; pass") for said in experts.values()
+        said.startswith("not overlapped; runs whole on every rank: all experts on all tokens; pass")
+        for said in experts.values()
     )
-    assert heads["model.layers.*.self_attn"] == ("sequential; runs whole on every rank: num_key_value_heads is 1, for 2 ranks")
-    assert adapter["model.layers.*.mlp"].startswith("sequential; runs whole on every rank: up_proj: Adapter is no torch.nn")
+    assert heads["model.layers.*.self_attn"] == (
+        "not overlapped; runs whole on every rank: num_key_value_heads is 1, for 2 ranks"
+    )
+    assert adapter["model.layers.*.mlp"].startswith("not overlapped; runs whole on every rank: up_proj: Adapter is no torch.nn")
     assert adapter["model.layers.*.mlp: down_proj"] == f"{ROW}; overlapped"
 
 

@@ -80,7 +80,7 @@ def test_the_command_lists_the_places(tmp_path: Path) -> None:
     _planned(tmp_path, "gpt_oss")
     options = [str(tmp_path / "gpt_oss"), "--ranks", "2", "--tokens", "64"]
     printed = CliRunner().invoke(app, ["plan", *options]).output
-    assert "2 x model.layers.*.mlp: sequential; runs whole on every rank" in printed
+    assert "2 x model.layers.*.mlp: not overlapped; runs whole on every rank" in printed
     data = json.loads(CliRunner().invoke(app, ["plan", *options, "--json", "-"]).stdout)
     assert data["places"][0]["module"] == "model.embed_tokens"
     assert {one["layer"] for one in data["layers"]} == {"attention QKV", "attention out"}

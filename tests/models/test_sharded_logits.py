@@ -43,7 +43,7 @@ def _as_alone(others: dict[str, Any]) -> str:
 def test_training_and_generation_are_as_in_one_process(ranks: RankFixture, world_size: int, others: dict[str, Any]) -> None:
     heads = {} if world_size == 2 else {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
     report = ranks(world_size).run(_as_alone, {**others, **heads})[0]
-    said = "sequential; its logits are gathered where no gradients are recorded, because sharded_logits=True"
+    said = "not overlapped; its logits are gathered where no gradients are recorded, because sharded_logits=True"
     assert places(report)["lm_head"] == said
 
 

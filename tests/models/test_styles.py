@@ -239,9 +239,9 @@ def _left_alone() -> list[str]:
 def test_what_is_left_to_torch_says_why(ranks: RankFixture) -> None:
     for head, *lines in ranks(2).run(_left_alone):
         assert head == "ModuleDict: overlapped 0 of 3 places that communicate"
-        assert "wrapped: sequential; torch's ColwiseParallel: Wrapped is no torch.nn.Linear" in lines[0]
-        assert "wide: sequential; torch's RowwiseParallel: its weight is a Parameter of torch.float64" in lines[1]
-        assert "lookup: sequential; torch's RowwiseParallel: Embedding is no torch.nn.Linear" in lines[2]
+        assert "wrapped: not overlapped; torch's ColwiseParallel: Wrapped is no torch.nn.Linear" in lines[0]
+        assert "wide: not overlapped; torch's RowwiseParallel: its weight is a Parameter of torch.float64" in lines[1]
+        assert "lookup: not overlapped; torch's RowwiseParallel: Embedding is no torch.nn.Linear" in lines[2]
 
 
 def _checkpoints(folder: str) -> None:

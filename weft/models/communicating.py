@@ -86,6 +86,7 @@ class CommunicatingLayer:
     schedule: the schedule that the user asked for; "" if unknown.
     ran: the calls so far; None if calls are not recorded.
     backward_only: the forward pass does not communicate there; the operators run in the backward pass.
+    keeps: the gathered input is kept for the backward pass; None if nothing is gathered, or it is not known.
     """
 
     module: str = ""
@@ -100,6 +101,7 @@ class CommunicatingLayer:
     schedule: str = ""
     ran: LayerCalls | None = field(default=None, compare=False, repr=False)
     backward_only: bool = False
+    keeps: bool | None = None
 
     def __post_init__(self) -> None:
         if not self.operators and not self.reason:

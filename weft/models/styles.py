@@ -244,6 +244,7 @@ def describe_columns(
         schedule=shared.settings.schedule,
         ran=shared.ran,
         backward_only=whole,
+        keeps=None if whole else shared.settings.keep_gathered,
     )
 
 

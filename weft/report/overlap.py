@@ -355,6 +355,10 @@ def _is_of(problem: Problem, asked: str, layer: CommunicatingLayer) -> bool:
         return False
     if operator not in {*layer.operators, *(BACKWARD.get(cast(Op, operator)) for operator in layer.operators)}:
         return False
+    if layer.keeps is False and (problem.op == "all_gather_matmul" and problem.return_gathered):
+        return False
+    if layer.keeps is not None and problem.weight_gradients not in ("", "whole" if layer.keeps else "shard"):
+        return False
     straight = (problem.op in REDUCTIONS) == (layer.operators[0] in REDUCTIONS)
     size = (problem.n, problem.k) if straight else (problem.k, problem.n)
     return size in ((layer.n, layer.k), *layer.other_sizes)
