@@ -17,7 +17,7 @@ A generated part is a fenced block whose first line says what it shows:
     ```text gains FOLDER          benchmarks/gains.py: `auto` over the fastest alternative, from a folder of results
     ```text cases BENCH           measured_tables.py: every case of a result file; the other kinds of tables are described there
     ```text models BENCH PART     model_tables.py: whole models, layers of them, profiles
-    ```text host BENCH            host_tables.py: host time of calls and of training steps
+    ```text host_calls BENCH CLOCK    host_tables.py: host time of calls; host_steps: of training steps
     ```text t3 WHAT               study_tables.py: published evaluations, simulated; also ficco, dlrm and iso WHAT
     ```text targets OF            which kernels compile for which GPUs (kernel_targets), and why others do not
     ```py signatures GROUP        signatures.py: signatures of public names

@@ -1,6 +1,5 @@
 """Tables of host time for generate.py: what benchmarks/host has measured. BENCH is a file such as h200x2/host.
 
-host BENCH              calls: weft against the same two calls of PyTorch, with the same tensors and with new addresses
 host_calls BENCH CLOCK  calls: every variant and method. CLOCK: host (until Python goes on) or loop (a call in a loop)
 host_steps BENCH PART   training steps of a part: training, compiled or layer
 """
@@ -55,25 +54,6 @@ def _ratio(times: Mapping[str, float], method: str, other: str) -> str:
     return f"{times[method] / times[other]:.2f}" if method in times and other in times else "-"
 
 
-def host(bench: str) -> str:
-    """Return a row for each call: host times of weft and of PyTorch, for tensors that calls have had before, and for others."""
-    rows = _read(bench, steps=False)
-    moved = {(row.op, row.case): row.host_us for row in rows if row.state == NEW}
-    heads = [
-        ("host time of a call, us", "same tensors:", "matmul", "new tensors:", "matmul"),
-        ("operator, sizes of a rank", "weft", "and NCCL", "weft", "and NCCL"),
-    ]
-    body = [
-        (
-            f"{row.op} {row.case}",
-            *(_us(times, of) for times in (row.host_us, moved[row.op, row.case]) for of in (AUTO, PYTORCH)),
-        )
-        for row in rows
-        if row.state == SAME
-    ]
-    return table([*heads, *body]) + source(rows)
-
-
 def host_calls(bench: str, clock: str) -> str:
     """Return a row for each call and variant, with all methods. By the host's clock two streams are as one, and left out."""
     rows = _read(bench, steps=False)
@@ -125,4 +105,4 @@ def _steps(row: Row) -> list[tuple[str, ...]]:
     return found
 
 
-MAKERS: dict[str, Callable[..., str]] = {"host": host, "host_calls": host_calls, "host_steps": host_steps}
+MAKERS: dict[str, Callable[..., str]] = {"host_calls": host_calls, "host_steps": host_steps}

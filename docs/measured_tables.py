@@ -59,15 +59,20 @@ OTHERS = {"8 x NVIDIA H200": RESULTS / "h200x8", "4 x NVIDIA H100": RESULTS / "h
 def gains(folder: str) -> str:
     """Ratios of times, by operator and size; those of other machines, which are of older versions; and what was measured."""
     made = benchmark("gains")
-    days: dict[str, set[str]] = {}
+    days: dict[str, dict[str, set[str]]] = {}
     for where, machine in {RESULTS / folder: "", **{path: machine for machine, path in OTHERS.items()}}.items():
         for name in sorted({group.file for group in made.GROUPS}):
             bench = str((where / name).relative_to(RESULTS))
             for row in lines(bench) if (where / f"{name}.jsonl").exists() else ():
                 if row.machine.startswith(machine):
-                    days.setdefault(f"{row.machine}, {versions(row)}", set()).add(date_of(row.commit))
-    measured = [f"{where}, {' to '.join(dict.fromkeys((min(some), max(some))))}" for where, some in days.items()]
+                    days.setdefault(versions(row), {}).setdefault(row.machine, set()).add(date_of(row.commit))
+    measured = [f"{with_}: {', '.join(map(_measured_on, of, of.values()))}" for with_, of in days.items()]
     return "\n".join([table(made.table(RESULTS / folder, OTHERS)), "", *measured])
+
+
+def _measured_on(machine: str, days: set[str]) -> str:
+    """Return the machine, and the first and the last day."""
+    return f"{machine} ({' to '.join(dict.fromkeys((min(days), max(days))))})"
 
 
 def cases(bench: str) -> str:

@@ -41,12 +41,6 @@ def cells(words: str) -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("results")
-def test_weft_is_compared_with_the_two_calls_of_pytorch() -> None:
-    *_, line = [row for row in cells("host host") if row[:1] == ["all_gather_matmul"]]
-    assert line == ["all_gather_matmul", "one", "30.0", "60.0", "90.0", "60.0"]
-
-
-@pytest.mark.usefixtures("results")
 @pytest.mark.parametrize(("clock", "auto"), [("host", "30.0"), ("loop", "60.0")])
 def test_calls_by_both_clocks(clock: str, auto: str) -> None:
     same, new = [row for row in cells(f"host_calls host {clock}") if row[:1] == ["all_gather_matmul"]]
