@@ -11,28 +11,33 @@ The candidates are measured with calls like those that follow. Every rank goes t
                        all calls are enqueued
     keep the fastest candidate so far, drop the other
 
-    final              candidates within 10% of the fastest, at most 4 with it: all bound at once, 5 runs each, interleaved
+    final              candidates within 10% of the fastest, at most 4 with it: all bound at once and interleaved, 5 runs each,
+                       then up to 25 until all but one are slower beyond chance, or half a second is over
 
 Each exchange gives every rank the numbers of all ranks. So all ranks make the same number of calls, compare the same times and
 choose the same schedule, and they begin each run together. Candidates are compared by the median of their runs, and finalists
 by their runs in the final. The final is needed because a GPU warms up during the run, or cools while a kernel is compiled.
 Measured one after the other, close candidates are then ordered by chance: on 4 x H200, shard_p2p was chosen over flag_gated:1,
-which is 6% faster when the two are interleaved.
+which is 6% faster when the two are interleaved. Runs of one schedule differ by 1 to 3%, so that five of them do not order
+candidates that differ by as much. The final therefore goes on for those that are not apart: the differences of their times to
+the leader's, run by run, must be positive in the mean by twice their standard error.
 
 A short call is bound by the host when Python makes it, and by the GPU when a CUDA graph does, so one schedule may be faster
 in a graph and slower outside it. Calls are timed both eagerly and queued if sequential takes less than 0.3 ms, or takes more
 than 5% longer eagerly than queued. An overlapping schedule is then chosen only if it is slower than sequential in neither.
 
 A run measures sequential and `weft.runtime.choose.MEASURED` more candidates. Each takes at most 67 calls (16 if a call takes
-1.7 ms or more), and in the final 107 more (22). Calls that are timed both eagerly and queued are made about twice as often.
+1.7 ms or more), and in a final of 5 runs 107 more (22). Calls that are timed both eagerly and queued are made about twice as
+often.
 Binding, and Triton's compilation once per machine, come on top.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -53,7 +58,11 @@ BASE = "sequential"
 MARGIN = 0.01
 """An overlapping schedule must be faster than sequential by more than 1%: medians of repeated runs differ by as much."""
 _FIRST_CALLS = 2
-_RUNS, _FINAL_RUNS = 3, 5
+_RUNS, _FINAL_RUNS, _MOST_FINAL_RUNS = 3, 5, 25
+_FINAL_NS = 500_000_000
+"""How long the GPU works in a final that goes on beyond its first runs."""
+_APART = 2.0
+"""A candidate is slower beyond chance if the mean of its differences to the leader is more than two standard errors."""
 _FINALISTS, _CLOSE = 4, 0.1
 _TARGET_RUN_NS = 5_000_000
 _HOST_BOUND_US, _HOST_BOUND_RATIO = 300.0, 1.05
@@ -166,6 +175,17 @@ def _rotate(specs: tuple[str, ...], run: int) -> tuple[str, ...]:
     return specs[first:] + specs[:first]
 
 
+def _not_apart(times: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """Return the fastest candidate, and those that may be as fast. times: of the same runs of each, interleaved."""
+    first = min(times, key=lambda spec: statistics.median(times[spec]))
+
+    def may_be_as_fast(spec: str) -> bool:
+        differences = [mine - firsts for mine, firsts in zip(times[spec], times[first], strict=True)]
+        return statistics.fmean(differences) <= _APART * statistics.stdev(differences) / math.sqrt(len(differences))
+
+    return tuple(spec for spec in times if spec == first or may_be_as_fast(spec))
+
+
 def calls_of_a_run(call_ns: int) -> int:
     """Return how many calls fill 5 ms, but from 3 to 20."""
     return max(_MIN_CALLS, min(_MAX_CALLS, _TARGET_RUN_NS // max(1, call_ns)))
@@ -181,7 +201,7 @@ class AutotuningRun(Generic[P]):
     timer: times calls that the host enqueues while the GPU runs.
     queued: times calls that the host has enqueued before the GPU starts. None if calls are not timed so.
     exchange: a function (text, mine) that returns the `mine` of every rank, by rank.
-    final_runs: how often the final times each candidate.
+    final_runs: how often the final times each candidate at the least.
     base_again: put sequential into the final in any case. It was timed first, so a change of the GPU's temperature since then
         would otherwise favour it or the candidate that was timed last.
     """
@@ -232,14 +252,19 @@ class AutotuningRun(Generic[P]):
         return programs[winner], measured
 
     def _measure_interleaved(self, programs: dict[str, P], calls: dict[str, int], base: Measurement) -> dict[str, Measurement]:
+        """Time candidates in turns. After the first runs, those go on of which it is not clear that they are slower."""
         times: dict[str, list[list[int]]] = {spec: [] for spec in programs}
-        clocks = self._timers_for(base)
-        for run in range(self.final_runs):
-            for spec in _rotate(tuple(programs), run):
+        clocks, rivals = self._timers_for(base), tuple(programs)
+        run = spent_ns = 0
+        while run < self.final_runs or (len(rivals) > 1 and run < _MOST_FINAL_RUNS and spent_ns < _FINAL_NS):
+            for spec in _rotate(rivals, run):
                 call = partial(self._call_and_free, programs[spec])
-                times[spec].append(
-                    [max(self.exchange(f"final of {spec}: run {run}", clock(call, calls[spec]))) for clock in clocks]
-                )
+                ns = [max(self.exchange(f"final of {spec}: run {run}", clock(call, calls[spec]))) for clock in clocks]
+                times[spec].append(ns)
+                spent_ns += sum(ns) * (1 + calls[spec])
+            run += 1
+            if run >= self.final_runs:
+                rivals = _not_apart({spec: [sum(ns) for ns in times[spec]] for spec in rivals})
         return {spec: _take_medians(spec, *zip(*runs, strict=True)) for spec, runs in times.items()}
 
     def _timers_for(self, base: Measurement | None) -> tuple[Timer, ...]:
