@@ -108,7 +108,7 @@ GROUPS: tuple[Group, ...] = (
             ("Llama 3 70B", ("llama3-70b",), 8192),
             ("Qwen 3 32B", ("qwen3-32b",), 8192),
             ("Mixtral 8x7B", ("mixtral-8x7b",), 8192),
-            ("these but Mixtral", ("llama3-8b", "llama3-70b", "qwen3-32b"), 2048),
+            ("the three dense models", ("llama3-8b", "llama3-70b", "qwen3-32b"), 2048),
             ("Mixtral 8x7B", ("mixtral-8x7b",), 2048),
         )
     ),
