@@ -594,6 +594,9 @@ def test_fully_shard_from_within() -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "score")
+    dtensors.prepare_fully_sharded(model)
+    assert dtensors.state_of(model)._is_root
+    assert not dtensors.state_of(model.first)._is_root
     assert dtensors.param_groups(model) == ()  # its layers have them all
     (first,) = dtensors.param_groups(model.first)
     calls: list[bool] = []

@@ -322,6 +322,22 @@ def test_checkpointed_and_compiled() -> None:
     assert_close(model(input_ids=text(2, 9)).logits, alone(input_ids=text(2, 9)).logits)
 
 
+@on_ranks(2)
+def test_with_fsdp_of_layers_alone() -> None:
+    """fully_shard was not applied to the model itself: a step's gradients are as one process has them."""
+    from torch.distributed.fsdp import fully_shard
+
+    grid = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    alone = tiny("llama")
+    model = weft.parallelize(tiny("llama"), grid["tp"], few_tokens=0, schedule=model_work.SCHEDULE)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=grid["dp"])
+    ids = text(2, 9)
+    for each in (alone, model):
+        each(input_ids=ids, labels=ids).loss.backward()
+    assert_close({n: whole(p.grad) for n, p in model.named_parameters()}, {n: p.grad for n, p in alone.named_parameters()})
+
+
 @on_ranks(4)
 @pytest.mark.slow
 def test_with_fsdp_on_a_mesh_of_two_dimensions() -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "forward_has_begun",
     "param_groups",
     "prefetched",
+    "prepare_fully_sharded",
     "reshards_after_forward",
     "set_prefetched",
     "state_of",
@@ -165,6 +166,13 @@ def styles_of_torch(module: nn.Module) -> tuple[str, ...]:
 def state_of(module: FSDPModule) -> Any:
     """Return fully_shard's state of a module. Modules that were passed to fully_shard together share one."""
     return module._get_fsdp_state()
+
+
+def prepare_fully_sharded(module: nn.Module) -> None:
+    """Let fully_shard prepare the modules within this one. Otherwise each is prepared in its first forward pass."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            state_of(each)._lazy_init()
 
 
 def param_groups(module: FSDPModule) -> tuple[Any, ...]:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from weft.compat.dtensors import prepare_fully_sharded
 from weft.models.linear import Distributor
 from weft.models.parameters import held_parameter, keep_parts, part_of
 
@@ -48,6 +49,7 @@ class ParameterReaders:
         self._depth = _Depth()
         # torch.compile traces in one thread, and does not trace another thread's state.
         self._traced = False
+        self._prepared = False
 
     def __reduce__(self) -> tuple[type[ParameterReaders], tuple[()]]:
         return ParameterReaders, ()
@@ -61,6 +63,9 @@ class ParameterReaders:
         eager = not torch.compiler.is_compiling()
         before, self._traced = self._traced, True
         if eager:
+            if not self._prepared:  # FSDP2 reads DTensors when it prepares a layer, so not within a forward of the region
+                self._prepared = True
+                prepare_fully_sharded(args[0])
             self._depth.count += 1
         try:
             return forward(*args, **kwargs)
