@@ -1,4 +1,4 @@
-"""Why `auto` lost: each cause is told from the times of a row."""
+"""Why `auto` lost: each cause follows from the times of a row."""
 
 from __future__ import annotations
 
