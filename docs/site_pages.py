@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def studies_page() -> str:
-    """Return studies/README.md with the links that it has when it is beside the other pages."""
+    """Return studies/README.md with links that are right in the folder of the other pages."""
     text = STUDIES.read_text(encoding="utf-8").replace("](../docs/", "](")
     return text.replace("](weft_studies/", "](../studies/weft_studies/")
 
