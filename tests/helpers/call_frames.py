@@ -11,6 +11,8 @@ import weft
 
 MOST_FRAMES = 8
 """The most frames of weft in a warm call without gradients."""
+MOST_IN_PLACE = 10
+"""The same of collectives that write the caller's tensor: they look whether peers can write it, and return None."""
 MOST_STRAIGHT = 32
 """The most frames of weft in such a call that is enqueued launch by launch (weft.runtime.straight)."""
 _PACKAGE = Path(weft.__file__).parent

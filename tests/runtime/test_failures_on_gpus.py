@@ -594,7 +594,7 @@ def test_a_call_that_raises_while_it_is_enqueued_is_done_once_drained(ranks: Ran
 def _state(rank_group: RankGroup, **attributes: Any) -> GroupState:
     state = GroupState.__new__(GroupState)
     Programs.__init__(state, rank_group, {})
-    empty: dict[str, Any] = {"_attached": {}, "_resources_by_device": {}, "_side": {}, "_handed_out": []}
+    empty: dict[str, Any] = {"_attached": {}, "_resources_by_device": {}, "_side": {}, "handed_out": []}
     for name, value in {**empty, **attributes}.items():
         setattr(state, name, value)
     return state
@@ -699,8 +699,9 @@ def test_a_group_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) -
 
 
 def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for given, warned in (("1", 1), ("7", 1), ("8", 0), ("32", 0), ("", 0), ("all", 0)):
+    for given, warned, queues in (("1", 1, 1), ("7", 1, 7), ("8", 0, 8), ("32", 0, 32), ("", 0, 8), ("all", 0, 8)):
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+        assert cuda_resources.hardware_queues() == queues
         caplog.clear()
         cuda_resources._warn_of_few_queues()
         assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in one for one in caplog.messages] == [True] * warned

@@ -12,28 +12,40 @@ from test_collective_plans import FAMILIES, problem
 from test_launch_plan import FakeProgram, _can, _do
 
 from weft.core.problem import Op, Problem
-from weft.core.schedule import Lane, Schedule
-from weft.runtime import launch_plan
+from weft.core.schedule import Schedule
 from weft.runtime.launch_plan import LaunchPlan, order, turns
 from weft.runtime.launches import FlagOperations, Launch
 from weft.schedules import build
 
 CALLS = 3
+ROOM = 1000
+"""The launches that a stream takes."""
 
 
 class Rank:
-    """A host, and the streams that it fills: of each lane, items that were given and have not ended. room: of a stream."""
+    """A host, and the streams that it fills: of each lane, items that were given and have not ended.
 
-    def __init__(self, schedule: Schedule, rank: int, room: int, *, unmerged: bool) -> None:
+    room: of a stream.
+    one_queue: whether all streams share one hardware queue, which does one item after the other.
+    lane_by_lane: whether lanes are given one after the other, the caller's last.
+    """
+
+    def __init__(
+        self, schedule: Schedule, rank: int, room: int, *, unmerged: bool = False, one_queue: bool, lane_by_lane: bool
+    ) -> None:
         plan = LaunchPlan(FakeProgram(schedule, rank), frozenset())  # type: ignore[arg-type]
+        batches = [(lane.name, items) for lane, items, _ in (plan.unmerged_batches if unmerged else plan.batches)]
+        if lane_by_lane:
+            batches = [(lane.name, items) for lane, items in sorted(plan.by_lane, key=lambda one: one[0].kind == "compute")]
         self.given = list[tuple[str, Launch, tuple[str, int]]]()
         self.lengths: Counter[str] = Counter()
-        for lane, items, _ in plan.unmerged_batches if unmerged else plan.batches:
+        for name, items in batches:
             for item in items:
-                aside = isinstance(item, FlagOperations) and item.aside
+                stream = "aside" if isinstance(item, FlagOperations) and item.aside else name
+                stream = "queue" if one_queue else stream
                 # Signals aside come after what their lane has been given before.
-                self.given.append(("aside" if aside else lane.name, item, (lane.name, self.lengths[lane.name])))
-                self.lengths["aside" if aside else lane.name] += 1
+                self.given.append((stream, item, (name, self.lengths[name])))
+                self.lengths[stream] += 1
         self.room, self.next = room, 0
         self.streams: dict[str, deque[tuple[int, Launch, tuple[str, int]]]] = {name: deque() for name in self.lengths}
         self.ended = dict.fromkeys(self.lengths, 0)
@@ -72,10 +84,15 @@ class Rank:
         return True
 
 
-def ends(schedule: Schedule, *, room: int, seed: int, unmerged: bool = False) -> bool:
+def ends(
+    schedule: Schedule, *, room: int, seed: int, unmerged: bool = False, one_queue: bool = False, lane_by_lane: bool = False
+) -> bool:
     """Whether all calls of all ranks end, in some order of hosts and streams."""
     chance = random.Random(seed)
-    ranks = [Rank(schedule, rank, room, unmerged=unmerged) for rank in range(len(schedule.ranks))]
+    ranks = [
+        Rank(schedule, rank, room, unmerged=unmerged, one_queue=one_queue, lane_by_lane=lane_by_lane)
+        for rank in range(len(schedule.ranks))
+    ]
     memory = dict(word for rank in range(len(ranks)) for word in FakeProgram(schedule, rank).left_over())
     actions: list[Any] = [rank.give for rank in ranks]
     actions += [lambda r=rank, n=name: r.run(n, memory) for rank in ranks for name in rank.streams]
@@ -87,45 +104,54 @@ def ends(schedule: Schedule, *, room: int, seed: int, unmerged: bool = False) ->
 
 
 @pytest.mark.parametrize(("op", "name"), PAIRS)
-def test_streams_of_one_launch_are_room_enough(op: Op, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plan, "MOST_IN_SEQUENCE", 0)
+def test_streams_of_one_launch_are_room_enough(op: Op, name: str) -> None:
     for m, n, k, world_size, chunks in ((64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (24, 8, 8, 2, 4)):
         schedule = build(Problem(op=op, m=m, n=n, k=k, world_size=world_size), name, chunks)
         for seed, unmerged in ((0, False), (1, True)):
             assert ends(schedule, room=1, seed=seed, unmerged=unmerged), (op, name, world_size)
 
 
+@pytest.mark.parametrize(("op", "name"), PAIRS)
+def test_one_hardware_queue_is_enough(op: Op, name: str) -> None:
+    """Where a GPU's streams share queues, a wait must not be before the work that it waits for."""
+    for m, n, k, world_size, chunks in ((64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (24, 8, 8, 2, 4)):
+        for norm in [None, 1e-5] if op == "matmul_all_reduce" else [None]:
+            addends = () if norm is None else ("residual",)
+            problem = Problem(op=op, m=m, n=n, k=k, world_size=world_size, norm_eps=norm, addends=addends)
+            schedule = build(problem, name, chunks)
+            for seed, unmerged in ((0, False), (1, True)):
+                assert ends(schedule, room=ROOM, seed=seed, unmerged=unmerged, one_queue=True), (op, name, world_size)
+
+
 @pytest.mark.parametrize(("op", "name"), FAMILIES)
-def test_collectives_in_many_pieces(op: Op, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plan, "MOST_IN_SEQUENCE", 0)
+def test_collectives_in_many_pieces(op: Op, name: str) -> None:
     for world_size, chunks in ((2, 3), (3, 1), (4, 2)):
-        assert ends(build(problem(op, world_size), name, chunks), room=1, seed=world_size), (op, name, world_size)
+        schedule = build(problem(op, world_size), name, chunks)
+        assert ends(schedule, room=1, seed=world_size), (op, name, world_size)
+        assert ends(schedule, room=ROOM, seed=world_size, one_queue=True), (op, name, world_size)
 
 
-def test_lane_after_lane_such_streams_are_not() -> None:
+def test_one_queue_is_not_enough_lane_after_lane() -> None:
+    """The caller's lane last, behind lanes that wait for it: this hung where more streams were busy than there are queues."""
+    schedule = build(Problem(op="matmul_all_reduce", m=64, n=48, k=32, world_size=2), "token_split", 2)
+    assert not ends(schedule, room=ROOM, seed=0, one_queue=True, lane_by_lane=True)
+    assert ends(schedule, room=ROOM, seed=0, lane_by_lane=True)
+
+
+def test_short_streams_are_not_enough_lane_after_lane() -> None:
     """Without turns, as an all_reduce in 97 pieces among 4 ranks had it: hosts wait for a lane that they have yet to give."""
     schedule = build(problem("all_reduce", 3), "copy_engine", 1)
-    longest = max(len(items) for rank in range(3) for _, items in LaunchPlan(FakeProgram(schedule, rank), frozenset()).merged)  # type: ignore[arg-type]
-    assert longest <= launch_plan.MOST_IN_SEQUENCE
-    assert not any(ends(schedule, room=longest // 3, seed=seed) for seed in range(3))
-    assert ends(schedule, room=longest, seed=0)
+    longest = max(len(items) for rank in range(3) for _, items in LaunchPlan(FakeProgram(schedule, rank), frozenset()).by_lane)  # type: ignore[arg-type]
+    assert not any(ends(schedule, room=longest // 3, seed=seed, lane_by_lane=True) for seed in range(3))
+    assert ends(schedule, room=longest, seed=0, lane_by_lane=True)
 
 
-def test_long_lanes_are_given_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each item once, a lane's own in order, before what waits for them; short ones lane after lane, the caller's last."""
-    schedule = build(problem("all_reduce", 3), "copy_engine", 1)
-
-    def runs() -> tuple[LaunchPlan, list[tuple[Lane, list[Launch]]]]:
-        plan = LaunchPlan(FakeProgram(schedule, 1), frozenset())  # type: ignore[arg-type]
-        return plan, [(lane, some) for lane, some, _ in plan.batches]
-
-    plan, short = runs()
-    assert [lane.name for lane, _ in short] == ["copy", "blocks", "compute"]
-    monkeypatch.setattr(launch_plan, "MOST_IN_SEQUENCE", 8)
-    plan, long = runs()
-    assert len(long) > 8
-    for lane, items in plan.merged:
-        assert [item for other, some in long if other is lane for item in some] == items
+def test_each_launch_is_given_once_and_a_lanes_own_in_order() -> None:
+    plan = LaunchPlan(FakeProgram(build(problem("all_reduce", 3), "copy_engine", 1), 1), frozenset())  # type: ignore[arg-type]
+    assert len(plan.unmerged_batches) > len(plan.lanes)
+    for lane, items in plan.lanes:
+        given = [item.where.position for other, some, _ in plan.unmerged_batches if other is lane for item in some]
+        assert given == [item.where.position for item in items]
 
 
 def test_every_moment_of_every_step_has_its_place() -> None:

@@ -22,7 +22,7 @@ from weft.core.schedule import Flag, Gemm, Push, Region, Schedule, waits
 from weft.kernels.flag_operations import split_into_phases
 from weft.runtime.bindings import Where
 from weft.runtime.bound import signal_values
-from weft.runtime.launch_plan import LaunchPlan, merge_flag_operations
+from weft.runtime.launch_plan import LaneLaunches, LaunchPlan, merge_flag_operations
 from weft.runtime.launches import FlagOperations, Launch, WaiterWords
 from weft.schedules import build
 
@@ -107,7 +107,7 @@ def streams_of(plan: LaunchPlan, rank: int) -> list[tuple[str, list[Launch]]]:
     """What each stream is given, with the kind of its lane: signals aside have one of their own, which waits for the lane to
     come to each of them, by a word that no schedule has."""
     found: list[tuple[str, list[Launch]]] = []
-    for lane, items in plan.merged:
+    for lane, items in plan.by_lane:
         main, aside = list[Launch](), list[Launch]()
         for item in items:
             if not (isinstance(item, FlagOperations) and item.aside):
@@ -233,7 +233,7 @@ def test_signals_before_more_work_go_aside() -> None:
     """Those of the caller's stream: the next matmul need not wait until a peer's word is written."""
     schedule = build(Problem(op="matmul_all_to_all", m=64, n=48, k=32, world_size=4), "shard_p2p")
     plan = LaunchPlan(FakeProgram(schedule, 0), frozenset())  # type: ignore[arg-type]
-    for lane, items in plan.merged:
+    for lane, items in plan.by_lane:
         aside = [at for at, item in enumerate(items) if isinstance(item, FlagOperations) and item.aside]
         works = [at for at, item in enumerate(items) if not isinstance(item, FlagOperations)]
         assert bool(aside) == (lane.kind == "compute")
@@ -245,6 +245,14 @@ def test_signals_before_more_work_go_aside() -> None:
         assert not any(isinstance(item, FlagOperations) and item.aside for item in items), lane
 
 
+def joined(batches: Sequence[LaneLaunches]) -> list[tuple[str, list[Launch]]]:
+    """The launches of each lane."""
+    found: dict[str, list[Launch]] = {}
+    for lane, launches, _ in batches:
+        found.setdefault(lane.name, []).extend(launches)
+    return list(found.items())
+
+
 @pytest.mark.parametrize(("op", "name"), PAIRS)
 def test_a_lane_that_waits_says_when_it_has_waited_for_the_last_time(
     op: Op, name: str, monkeypatch: pytest.MonkeyPatch
@@ -254,10 +262,11 @@ def test_a_lane_that_waits_says_when_it_has_waited_for_the_last_time(
     program = FakeProgram(schedule, 0)
     plan = LaunchPlan(program, frozenset())  # type: ignore[arg-type]
     marks = program.end_words("any")
+    marked_plans = plan.batches, plan.unmerged_batches
     monkeypatch.setattr(FakeProgram, "end_words", lambda self, lane: ())
     without = LaunchPlan(program, frozenset())  # type: ignore[arg-type]
-    for marked, bare in ((plan.merged, without.merged), (plan.lanes, without.lanes)):
-        for (lane, launches), (_, others) in zip(marked, bare, strict=True):
+    for marked, bare in zip(marked_plans, (without.batches, without.unmerged_batches), strict=True):
+        for (lane, launches), (_, others) in zip(joined(marked), joined(bare), strict=True):
             flags = [one.words for one in launches if isinstance(one, FlagOperations) and not one.aside]
             kinds = [word.kind for words in flags for word in words]
             assert len(launches) == len(others), lane
@@ -267,6 +276,6 @@ def test_a_lane_that_waits_says_when_it_has_waited_for_the_last_time(
 
 def test_without_work_between_them_signals_are_one_submission_with_what_follows() -> None:
     schedule = build(Problem(op="all_gather_matmul", m=64, n=48, k=32, world_size=2), "flag_gated", 1)
-    for _, items in LaunchPlan(FakeProgram(schedule, 0), frozenset()).merged:  # type: ignore[arg-type]
+    for _, items in LaunchPlan(FakeProgram(schedule, 0), frozenset()).by_lane:  # type: ignore[arg-type]
         last = max((at for at, item in enumerate(items) if not isinstance(item, FlagOperations)), default=0)
         assert not any(isinstance(item, FlagOperations) and item.aside for item in items[last:])

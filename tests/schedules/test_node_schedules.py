@@ -391,7 +391,7 @@ def test_no_lane_blocks_for_good_on_gpus(op: Op) -> None:
 def test_a_lane_says_that_it_has_waited_for_the_last_time_behind_its_messages(op: Op) -> None:
     program = FakeProgram(build(problem_of(op, (2, 2)), "node_slices", 2), 0)
     marks, lanes = program.end_words("any"), 0
-    for _, launches in LaunchPlan(program, frozenset()).merged:  # type: ignore[arg-type]
+    for _, launches in LaunchPlan(program, frozenset()).by_lane:  # type: ignore[arg-type]
         at = max((at for at, one in enumerate(launches) if isinstance(one.where.step, SendReceive)), default=None)
         if at is not None:
             lanes += 1

@@ -35,6 +35,7 @@ the other one:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import torch
@@ -344,10 +345,7 @@ def all_to_all_matmul(
     name, rank, world_size = resolve_group(group)
     shape, unit = a.shape, max(1, count_rows_per_entry(a.shape))
     view, spec = _arriving(shape, rank, world_size), schedule_to_spec(schedule, "all_to_all_matmul")
-
-    def after(results: Sequence[torch.Tensor]) -> Any:
-        return tuple(results) if return_received else results[0]
-
+    after = tuple if return_received else itemgetter(0)
     of_call = (name, rank, world_size, unit, spec, return_received)
     request = OperatorRequest(_all_to_all_matmul, (a, b), of_call, group, (rows_of(shape), None), view, after)
     return request if scaled is None else with_scales("all_to_all_matmul", request, scaled)
@@ -485,10 +483,7 @@ def columns_from_ranks(
         raise ValueError(f"a has {a.shape[0]} rows; with gather_dim=-1 they must be a multiple of {world_size}, the ranks")
     spec = schedule_to_spec(schedule, "all_to_all_columns_matmul")
     reads, view = (rows_of(a.shape), None), rows_of(a.shape, 0, a.shape[0] // world_size)
-
-    def after(results: Sequence[torch.Tensor]) -> Any:
-        return tuple(results) if return_received else results[0]
-
+    after = tuple if return_received else itemgetter(0)
     options = (name, world_size, spec, return_received)
     return OperatorRequest(_all_to_all_columns_matmul, (a, b), options, group, reads, view, after)
 

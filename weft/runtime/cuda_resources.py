@@ -96,8 +96,6 @@ class CudaResources:
         self._ready: dict[int, int] = {}
         """The bytes that are ready for each stream in the pool of temporaries."""
         self._priority = current_lane_priority()
-        # The priority of these streams differs from that of the lanes, so that they share no hardware queue with a waiting lane
-        # or a waiting branch of a graph.
         self.rescue = comm_stream(priority="high", device=device)
         self.asking = comm_stream(priority="high", device=device)
         """The stream for copies that read what a call waits for. Such a copy may not end while another thread loads a kernel,
@@ -169,17 +167,14 @@ class CudaResources:
         return _wait_until(self.rescue.query, deadline) and ended
 
     def stream(self, name: str) -> torch.cuda.Stream:
-        """Return a lane's stream. It shares no hardware queue with the caller's, as its priority differs (lane_priority)."""
+        """Return a lane's stream (lane_priority)."""
         if name not in self._streams:
             self._streams[name] = comm_stream(priority=self._priority, device=self.device)
         return self._streams[name]
 
     @property
     def aside(self) -> torch.cuda.Stream:
-        """The side stream for the compute lane's signals.
-
-        No other stream of weft has its priority, because a waiting lane must not share a hardware queue with its signal.
-        """
+        """The side stream for the compute lane's signals."""
         if self._aside is None:
             self._aside = comm_stream(priority=max(_ASIDE_PRIORITY, priority_number("high")), device=self.device)
         return self._aside
@@ -260,14 +255,19 @@ def _wait_until(ready: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _warn_of_few_queues() -> None:
-    """Warn if streams share hardware queues, because a waiting lane could then block the lane that it waits for."""
+def hardware_queues() -> int:
+    """Return the number of CUDA's hardware queues for streams, of which each busy stream or branch of a graph takes one."""
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if given.isdecimal() and int(given) < _QUEUES:
+    return max(1, int(given)) if given.isdecimal() else _QUEUES
+
+
+def _warn_of_few_queues() -> None:
+    """Warn if there are fewer hardware queues than by default."""
+    if hardware_queues() < _QUEUES:
         LOGGER.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is %s: streams that wait for each other may share a hardware queue, and calls may end "
-            "in WaitTimeout; leave it out (%d is CUDA's default), or use schedule='sequential'",
-            given,
+            "CUDA_DEVICE_MAX_CONNECTIONS is %d: streams share hardware queues, so less is overlapped, and calls with several "
+            "lanes are not replayed from CUDA graphs, nor can they be captured; leave it out (%d is CUDA's default)",
+            hardware_queues(),
             _QUEUES,
         )
 

@@ -57,7 +57,8 @@ class GroupState(Programs):
         self._attached: dict[type, Any] = {}
         self._attaching = threading.Lock()
         self._side: dict[torch.device, torch.cuda.Stream] = {}
-        self._handed_out: list[Allocation] = []
+        self.handed_out: list[Allocation] = []
+        """The memory that `symmetric` has allocated."""
 
     def _resources_of(self, device: torch.device) -> HostResources | CudaResources:
         if device not in self._resources_by_device:
@@ -81,12 +82,8 @@ class GroupState(Programs):
             resources = self._resources_of(device)
             if isinstance(resources, CudaResources):
                 resources.watchdog.raise_if_failed()
-            self._handed_out.append(resources.heap.allocate(nbytes))
-            return self._handed_out[-1].local
-
-    def place(self, tensor: torch.Tensor) -> SymmetricPlace | None:
-        """Return where a contiguous tensor is stored in memory of `symmetric`. Return None if it is stored elsewhere."""
-        return next((place for piece in self._handed_out if (place := piece.find(tensor)) is not None), None)
+            self.handed_out.append(resources.heap.allocate(nbytes))
+            return self.handed_out[-1].local
 
     def exchange_numbers(self, what: str, mine: int) -> tuple[int, ...]:
         """Return the number that each rank passes, by rank. Collective: hosts wait for each other."""
@@ -185,8 +182,8 @@ class GroupState(Programs):
             raise self.rank_group.unraised
 
     def _free_handed_out(self) -> None:
-        while self._handed_out:
-            piece = self._handed_out.pop()
+        while self.handed_out:
+            piece = self.handed_out.pop()
             heap_of(self.rank_group, piece.local.device).free(piece)
 
     def _leave(self) -> None:
@@ -326,8 +323,11 @@ class Groups:
             RankGroup.publish_error_before_first_call(group, error)
 
     def reach(self, name: str, tensor: torch.Tensor) -> SymmetricPlace | None:
-        """Return where a tensor is stored in a group's symmetric memory. Return None if it is stored elsewhere."""
-        return known.place(tensor) if (known := self.known(name)) else None
+        """Return where a contiguous tensor is stored in a group's symmetric memory. Return None if it is stored elsewhere."""
+        for piece in self._states[name][1].handed_out if name in self._states else ():  # warm calls come here
+            if (place := piece.find(tensor)) is not None:
+                return place
+        return None
 
     def choices(self, name: str) -> list[Choice]:
         """Return the choices of "auto" in a group. It is empty if the group has made no call."""

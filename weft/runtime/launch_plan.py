@@ -32,17 +32,21 @@ Neighbouring FlagOperations become one submission. On a GPU there are two kinds:
 - On all other lanes a submission is a kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase
   at once.
 
-This module finds an order in which a rank can enqueue long lanes without a deadlock.
+The launches of all lanes are enqueued in one order, which this module finds. Lane after lane would be a deadlock in two cases:
 
-A stream takes about 1000 entries (Hopper, CUDA 13). The next launch blocks the host in the driver until an entry has ended. A
-host that enqueues one lane after the other could then block in a long lane that waits for a flag, while the lane that raises
-the flag is not enqueued yet. That is a deadlock.
+- A stream takes about 1000 entries (Hopper, CUDA 13). The next launch blocks the host in the driver until an entry has ended.
+  A host could then block in a lane that waits for a flag, before it has enqueued the lane that raises the flag.
+- CUDA has 8 hardware queues by default (CUDA_DEVICE_MAX_CONNECTIONS). If more streams are busy, two of them share a queue,
+  whatever their priorities are. A wait at the head of a queue then holds up all that was enqueued there later, perhaps
+  the work that raises the flag.
 
-So the launches of long lanes are interleaved. All ranks use one order of all events, in which every event comes after the
-events that it waits for. There is no deadlock: take the first event in that order that has not happened. All events that it
-waits for have happened. If it is enqueued, it can run. If it is not enqueued, its host is blocked in another lane while it
-enqueues an earlier event. But that lane contains only events that are earlier still, which have all happened, so the lane is
-not full.
+All ranks use one order of all events, in which every event comes after the events that it waits for. There is no deadlock: take
+the first event in that order that has not happened. All events that it waits for have happened, and so has every event that its
+rank has enqueued before it. If it is enqueued, it is at the head of its queue and can run. If it is not enqueued, its host is
+blocked while it enqueues an earlier event. But that lane contains only events that are earlier still, which have all happened,
+so the lane is not full.
+
+A CUDA graph has no order between lanes, and the driver puts its branches into queues. So a graph needs a queue for each branch.
 """
 
 from __future__ import annotations
@@ -51,6 +55,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -93,10 +98,6 @@ from weft.runtime.launches import (
     TorchLaunch,
 )
 
-MOST_IN_SEQUENCE = 256
-"""If no lane has more launches than this, the lanes are enqueued one after the other. Otherwise the launches of all lanes are
-interleaved, in the order of weft.runtime.launch_plan. A stream takes about 1000 entries, and a launch is a few of them."""
-
 
 class SignallingPart(Protocol):
     """A SignallingPart is a part of a step that may signal a flag at its end."""
@@ -106,6 +107,7 @@ class SignallingPart(Protocol):
 
 
 P = TypeVar("P", bound=SignallingPart)
+LaneLaunch = tuple[Lane, Launch]
 
 
 class LaneLaunches(NamedTuple):
@@ -126,13 +128,12 @@ class LaunchPlan:
 
     kernel_steps: the steps that run as kernels, because these can load the operands of the call.
     lanes: the launches of each lane.
-    merged: the same with adjacent FlagOperations merged, and with signals on separate streams.
     """
 
     def __init__(self, site: Site, kernel_steps: frozenset[Place]) -> None:
         self._site, self._kernel_steps = site, kernel_steps
         self._plan_by_type: dict[type[Step], Callable[..., Iterator[Launch]]] = {
-            Wait: lambda step, where: self._wait_and_lower([step], where),
+            Wait: lambda step, where: _set_stage(stage_after_waits(0), self._wait_and_lower([step], where)),
             Signal: lambda step, where: iter([self._signal_flag(step.flag, where)]),
             Copy: lambda step, where: self._plan_copies(step.src, step.dst, where),
             Push: self._plan_push,
@@ -147,53 +148,36 @@ class LaunchPlan:
             GroupedGemm: self._plan_segments,
         }
         """The function that yields the launches of a step that does not run as a kernel, by type of step."""
-        lanes = [(lane, list(self._plan_lane(lane))) for lane in site.schedule.ranks[site.rank]]
-        self.lanes = [(lane, self._mark_end(lane, launches)) for lane, launches in lanes]
-        self.merged = [
-            (lane, self._mark_end(lane, _move_signals_aside(lane, merge_flag_operations(launches)))) for lane, launches in lanes
-        ]
+        self.lanes = [(lane, list(self._plan_lane(lane))) for lane in site.schedule.ranks[site.rank]]
 
     @cached_property
     def batches(self) -> list[LaneLaunches]:
         """The launches of a call, in the order in which they are enqueued."""
-        return self._order_lanes(self.merged)
+        return _group(self._mark_ends(_move_signals_aside(_merge(self._ordered))))
 
     @cached_property
     def unmerged_batches(self) -> list[LaneLaunches]:
         """The same launches, not merged, so that each can be timed."""
-        return self._order_lanes(self.lanes)
+        return _group(self._mark_ends(self._ordered))
 
     @cached_property
     def by_lane(self) -> list[tuple[Lane, list[Launch]]]:
         """The same launches grouped by lane, for lanes that run on threads. The compute lane comes first."""
-        by_name: dict[str, tuple[Lane, list[Launch]]] = {}
-        for lane, launches, _ in self.batches:
-            by_name.setdefault(lane.name, (lane, []))[1].extend(launches)
-        return sorted(by_name.values(), key=lambda lane_launches: lane_launches[0].kind != "compute")
+        found = [(lane, [one for run in self.batches if run.lane is lane for one in run.launches]) for lane, _ in self.lanes]
+        return sorted(found, key=lambda lane_launches: lane_launches[0].kind != "compute")
 
-    def _order_lanes(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[LaneLaunches]:
-        """Order the lanes one after the other, with the compute lane last. If a lane is long, interleave their launches."""
-        if max((len(launches) for _, launches in lanes), default=0) <= MOST_IN_SEQUENCE:
-            ordered = sorted(lanes, key=lambda lane_launches: lane_launches[0].kind == "compute")
-        else:
-            ordered = self._interleave(lanes)
-        return [LaneLaunches(lane, launches, any(launch.by_torch for launch in launches)) for lane, launches in ordered]
-
-    def _interleave(self, lanes: list[tuple[Lane, list[Launch]]]) -> list[tuple[Lane, list[Launch]]]:
-        """Order all launches as weft.runtime.launch_plan says. Return them as runs of launches of one lane."""
+    @cached_property
+    def _ordered(self) -> list[LaneLaunch]:
+        """The launches of all lanes, in the order that weft.runtime.launch_plan explains."""
+        if len(self.lanes) == 1:
+            return [(lane, launch) for lane, launches in self.lanes for launch in launches]
         numbers = order(self._site.schedule, self._site.rank)
-        # Merged flag operations may belong to several steps. They are enqueued with the first of these.
         numbered = [
             (numbers[launch.where.lane, launch.where.position, launch.stage], lane, launch)
-            for lane, launches in lanes
+            for lane, launches in self.lanes
             for launch in launches
         ]
-        runs: list[tuple[Lane, list[Launch]]] = []
-        for _, lane, launch in sorted(numbered, key=itemgetter(0)):
-            if not runs or runs[-1][0] is not lane:
-                runs.append((lane, []))
-            runs[-1][1].append(launch)
-        return runs
+        return [(lane, launch) for _, lane, launch in sorted(numbered, key=itemgetter(0))]
 
     def _plan_lane(self, lane: Lane) -> Iterator[Launch]:
         for position, step in enumerate(lane.steps):
@@ -257,26 +241,27 @@ class LaunchPlan:
         """
         gates = () if kernel.manages_own_flags else waits(where.step)
         gates_in_kernel = [gate for gate in gates if kernel.waits_in_kernel and not gate.on_previous_call]
-        yield from self._wait_and_lower([gate for gate in gates if gate not in gates_in_kernel], where)
+        last = stage_after_waits(len(turns(where.step)) - 1)
+        begin = last if gates and not gates_in_kernel else 0
+        yield from _set_stage(begin, self._wait_and_lower([gate for gate in gates if gate not in gates_in_kernel], where))
         if gates_in_kernel:
             yield self._operations(where, (self._site.progress_word(where),))
         yield KernelLaunch(
             where=where,
-            stage=stage_after_waits(0) if gates and not gates_in_kernel else 0,
+            stage=begin,
             kernel=kernel,
             sms=self._site.sms_for_pushes if isinstance(where.step, Push) else self._site.sms_for_kernels,
             tries=self._site.tries,
         )
         if gates_in_kernel:
             addresses = dict.fromkeys(self._site.gate_address(gate.flag, where) for gate in gates_in_kernel)
-            last = stage_after_waits(len(turns(where.step)) - 1)
             yield self._operations(where, tuple(Word("lower", address, 0) for address in addresses), last)
 
     def _plan_matmuls(self, step: Gemm, where: Where) -> Iterator[Launch]:
         passed: set[Flag] = set()
         turn = 0
         for group in groups(step.parts):
-            yield from _set_stage(stage_before_waits(turn), self._wait_and_lower(group[0].gates, where, passed))
+            yield from _set_stage(stage_after_waits(turn), self._wait_and_lower(group[0].gates, where, passed))
             if group[0].inner:
                 yield from self._plan_slices(step, group[0], where, passed, turn)
             else:
@@ -299,7 +284,7 @@ class LaunchPlan:
 
         gates: list[tuple[Wait, ...]] = [(), *((gate,) for _, gate in part.inner)]
         for number, inner in enumerate(gates):
-            yield from _set_stage(stage_before_waits(turn + number), self._wait_and_lower(inner, where, passed))
+            yield from _set_stage(stage_after_waits(turn + number), self._wait_and_lower(inner, where, passed))
             yield TorchLaunch(where=where, stage=stage_after_waits(turn + number), work=partial(work, number))
 
     def _plan_sums(self, step: Reduce, where: Where) -> Iterator[Launch]:
@@ -330,46 +315,62 @@ class LaunchPlan:
     def _plan_parts(self, parts: Sequence[P], where: Where, work: Callable[[P, IssuedCall], None]) -> Iterator[Launch]:
         """Yield for each part in turn: the waits for its gates, its work, and the signal of its count."""
         passed: set[Flag] = set()
-        for number, part in enumerate(parts):
+        for part in parts:
             gates: Sequence[Wait] = getattr(part, "gates", ())
-            yield from _set_stage(
-                stage_after_waits(0) if number else stage_before_waits(0), self._wait_and_lower(gates, where, passed)
-            )
+            yield from _set_stage(stage_after_waits(0), self._wait_and_lower(gates, where, passed))
             yield TorchLaunch(where=where, stage=stage_after_waits(0), work=partial(work, part))
             if part.count is not None:
                 yield from _set_stage(stage_after_waits(0), [self._signal_flag(part.count, where)])
 
-    def _mark_end(self, lane: Lane, launches: list[Launch]) -> list[Launch]:
-        """Return the launches of a lane with the words that record that it has passed its last wait.
+    def _mark_ends(self, ordered: list[LaneLaunch]) -> list[LaneLaunch]:
+        """Return the launches with the words that record that a lane has passed its last wait.
 
-        They are the last of its flag operations, so that they cost no launch. Messages wait after those, and need one.
+        They are in the last flag operations of the lane, so that they cost no launch. Messages wait after those, and need one.
         """
-        words = self._site.end_words(lane.name)
-        flags = [(at, one) for at, one in enumerate(launches) if isinstance(one, FlagOperations) and not one.aside]
-        if not words or not any(word.kind == "progress" for _, one in flags for word in one.words):
-            return launches
-        at, last = flags[-1]
-        if any(isinstance(one.where.step, SendReceive) for one in launches[at + 1 :]):
-            return [*launches, self._operations(launches[-1].where, words, launches[-1].stage)]
-        return [*launches[:at], replace(last, words=last.words + words), *launches[at + 1 :]]
+        marked = list(ordered)
+        for lane, _ in self.lanes:
+            words, mine = self._site.end_words(lane.name), [at for at, (other, _) in enumerate(marked) if other is lane]
+            flags = [(at, one) for at in mine if isinstance(one := marked[at][1], FlagOperations) and not one.aside]
+            if not words or not any(word.kind == "progress" for _, one in flags for word in one.words):
+                continue
+            (last, operations), end = flags[-1], mine[-1]
+            if any(isinstance(marked[at][1].where.step, SendReceive) for at in mine if at > last):
+                marked.insert(end + 1, (lane, self._operations(marked[end][1].where, words)))
+            else:
+                marked[last] = (lane, replace(operations, words=operations.words + words))
+        return marked
 
     def _operations(self, where: Where, words: tuple[Word, ...], stage: int = 0) -> FlagOperations:
         return FlagOperations(where=where, words=words, stage=stage, submitter=self._site.submitter)
 
 
-def _move_signals_aside(lane: Lane, launches: list[Launch]) -> list[Launch]:
-    """Return the launches with signals of the caller's stream moved to a separate stream if work follows them."""
-    last_work = max((at for at, launch in enumerate(launches) if not isinstance(launch, FlagOperations)), default=0)
-    result: list[Launch] = []
-    for at, launch in enumerate(launches):
+def _group(ordered: Sequence[LaneLaunch]) -> list[LaneLaunches]:
+    """Return the launches as runs of launches of one lane."""
+    runs = [list(run) for _, run in groupby(ordered, key=lambda lane_launch: lane_launch[0].name)]
+    return [LaneLaunches(run[0][0], [launch for _, launch in run], any(launch.by_torch for _, launch in run)) for run in runs]
+
+
+def _merge(ordered: Sequence[LaneLaunch]) -> list[LaneLaunch]:
+    """Return the launches with FlagOperations merged that are neighbours in a lane and in the order of all launches."""
+    return [(run.lane, launch) for run in _group(ordered) for launch in merge_flag_operations(run.launches)]
+
+
+def _move_signals_aside(ordered: Sequence[LaneLaunch]) -> list[LaneLaunch]:
+    """Return the launches with signals of the caller's stream moved to a separate stream if work of the lane follows them."""
+    last_work = max(
+        (at for at, (lane, one) in enumerate(ordered) if lane.kind == "compute" and not isinstance(one, FlagOperations)),
+        default=0,
+    )
+    result: list[LaneLaunch] = []
+    for at, (lane, launch) in enumerate(ordered):
         if not isinstance(launch, FlagOperations):
-            result.append(launch)
+            result.append((lane, launch))
             continue
         signals = _count_leading_signals(launch) if lane.kind == "compute" and at < last_work else 0
         if signals:
-            result.append(replace(launch, words=launch.words[:signals], aside=True))
+            result.append((lane, replace(launch, words=launch.words[:signals], aside=True)))
         if launch.words[signals:]:
-            result.append(replace(launch, words=launch.words[signals:]))
+            result.append((lane, replace(launch, words=launch.words[signals:])))
     return result
 
 

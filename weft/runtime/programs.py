@@ -146,6 +146,8 @@ class Programs:
                     known = self._agree(call)
             elif capturing:
                 self.rank_group.count_captured_call()
+                if known.program.cannot_be_captured:
+                    raise ValueError(f"{call.op}: {known.program.cannot_be_captured}")
             else:
                 self.rank_group.begin_agreed_call(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:

@@ -1,0 +1,98 @@
+"""Streams that share hardware queues: calls whose lanes wait for each other end, with as few queues as there can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import operators
+import pytest
+import torch
+import torch.distributed as dist
+from families import PAIRS
+from on_gpus import NEEDS_TWO, alarm, fewer
+from operators import BY_ID, close
+from rank_pools import Pool, gpus
+
+import weft
+from weft import schedules
+from weft.core.problem import Op
+
+pytestmark = NEEDS_TWO
+SIDE_STREAMS = 24
+"""Streams with work of their own, more than the 8 queues that CUDA has by default."""
+OPERATORS = list(dict.fromkeys(op for op, _ in PAIRS))
+
+
+def pool_with(environment: dict[str, str]) -> Iterator[Pool]:
+    ranks = Pool(2, device=gpus(), environment={"WEFT_TIMEOUT_S": "10", **environment})
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def one_queue() -> Iterator[Pool]:
+    yield from pool_with({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    yield from pool_with({})
+
+
+@alarm(60)
+def _calls(op: Op, name: str, calls: int, busy: int) -> None:
+    """Calls whose results stay, so that none has the addresses of an earlier one, and none is replayed from a graph."""
+    operator, rank, size = BY_ID[op], dist.get_rank(), dist.get_world_size()
+    with pytest.MonkeyPatch.context() as patch:  # kernels need whole tiles
+        patch.setattr(operators, "N", 128)
+        patch.setattr(operators, "K", 128)
+        given = operator.drawn(256, size, torch.bfloat16, 0)
+    expected = operator.expected([[x.double() for x in each] for each in given], rank)
+    options = operator.options(given) | {"schedule": name}
+    streams = [torch.cuda.Stream() for _ in range(busy)]
+    x = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
+    torch.mm(x, x)  # loads the kernel
+    found = []
+    for _ in range(calls):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.mm(x, x)
+        found.append(operator.call(*[one.clone() for one in given[rank]], **options))
+    torch.cuda.synchronize()
+    for out in found:
+        close(out, expected, (op, name))
+    weft.close()
+
+
+@pytest.mark.parametrize(("op", "name"), PAIRS)
+def test_one_hardware_queue(one_queue: Pool, op: Op, name: str) -> None:
+    one_queue.run(_calls, op, name, 6, 0)
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_more_busy_streams_than_hardware_queues(pool: Pool, op: Op) -> None:
+    for name in schedules.names(op):
+        pool.run(_calls, op, name, fewer(200), SIDE_STREAMS)
+
+
+@alarm(60)
+def _captured() -> None:
+    """A graph has no order in which its branches could share a queue. The group stays usable."""
+    operator, rank, size = BY_ID["all_gather_matmul"], dist.get_rank(), dist.get_world_size()
+    given = operator.drawn(16, size, torch.bfloat16, 0)
+    options = operator.options(given) | {"schedule": "shard_p2p"}
+    expected = operator.expected([[x.double() for x in each] for each in given], rank)
+    for _ in range(2):
+        close(operator.call(*given[rank], **options), expected, "eager")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(ValueError, match=r"needs \d hardware queues in a CUDA graph.*CUDA_DEVICE_MAX_CONNECTIONS"),
+            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        ):
+            operator.call(*given[rank], **options)
+    weft.close()
+
+
+def test_one_queue_captures_no_lanes(one_queue: Pool) -> None:
+    one_queue.run(_captured)
