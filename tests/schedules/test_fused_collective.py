@@ -14,7 +14,7 @@ from weft.checker import ScheduleError, check, fused_collective
 from weft.core import codec
 from weft.core.fused_collective import spelled_out
 from weft.core.problem import Problem
-from weft.core.schedule import Buffer, Copy, Flag, FusedCollective, Lane, Region, Schedule, Signal, Wait
+from weft.core.schedule import Buffer, Copy, Flag, FusedCollective, Lane, Norm, Region, Schedule, Signal, Wait
 from weft.schedules import build
 
 REDUCE = Problem(op="matmul_all_reduce", m=6, n=8, k=12, world_size=3, addends=("bias", "residual"))
@@ -303,3 +303,17 @@ def test_a_prediction_is_of_the_steps() -> None:
     schedule = build(dataclasses.replace(REDUCE, m=64, n=4096, k=4096, world_size=4), "two_shot")
     spans = weft.schedule.simulate(schedule, "h200x8")
     assert {span.kind for span in spans} >= {"gemm", "copy", "wait", "reduce"}
+
+
+@pytest.mark.parametrize("name", ["one_shot", "sequential_stores"])
+@pytest.mark.parametrize(("m", "fused"), [(64, True), (65, False)])
+def test_the_kernel_normalises_few_bytes(name: str, m: int, fused: bool) -> None:
+    """Its blocks wait for each other then, which takes longer than a second kernel if there are many bytes."""
+    problem = Problem(op="matmul_all_reduce", m=m, n=4096, k=64, world_size=2, addends=("residual",), norm_eps=1e-5)
+    schedule = build(problem, name)
+    check(schedule)
+    for (lane,) in schedule.ranks:
+        (kernel,) = (step for step in lane.steps if isinstance(step, FusedCollective))
+        assert kernel.hops == 1
+        assert (kernel.norm is not None) == fused
+        assert [isinstance(step, Norm) for step in lane.steps[-1:]] == [not fused]

@@ -35,6 +35,7 @@ from weft.perf.terms import (
     streamed_cost,
     whole_collective_us,
 )
+from weft.schedules.builder import fuses_norm
 from weft.schedules.matmul_all_reduce import ONE_HOP_BYTES
 from weft.schedules.matmul_reduce_scatter import ONE_KERNEL_BYTES
 from weft.schedules.traits import FamilyTraits
@@ -311,8 +312,8 @@ def _norm_ratio(problem: Problem) -> float:
 
 
 def _norm_after_us(rank: Rank, hops: int) -> float:
-    """Return the time of a norm after a kernel that exchanges. In one hop the kernel computes it, but does not quantise."""
-    return 0.0 if hops == 1 and not rank.problem.norm_recipe else _norm_us(rank)
+    """Return the time of a norm after a kernel that exchanges. It is 0 if the kernel computes the norm."""
+    return 0.0 if fuses_norm(rank.problem, hops) else _norm_us(rank)
 
 
 def estimate_exchanging_kernel_us(rank: Rank, hops: int) -> float:
