@@ -105,7 +105,7 @@ def make_parts(gpus: int, *, minutes: float, seed: int) -> dict[str, Part]:
     return {
         "lifetimes": make_test_part(80, "lifetimes"),
         "failures": make_test_part(200, "failures", "handshake", "launch"),
-        "operators": make_test_part(350, "ops", "every_operator", "weight_gradients"),
+        "operators": make_test_part(450, "ops", "every_operator", "weight_gradients", "queues"),
         "exchanges": make_test_part(300, "all_reduce", "all_reduce_norm", "all_to_all", "scatter", "embedding"),
         "trials": make_test_part(150, "autotune", "buckets"),
         "modules": make_test_part(240, "concurrent", "controls", "nn", "styles", "planner", "doctor"),

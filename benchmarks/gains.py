@@ -91,6 +91,14 @@ GROUPS: tuple[Group, ...] = (
     ),
     Group(name="matmul_all_reduce, 1 to 128 rows", file="all_reduce", holds=lambda row: row.mode == "graph"),
     Group(name="the same, called eagerly", file="host", holds=_of("matmul_all_reduce", _same_tensors)),
+    *(
+        Group(name=name, file="serving", holds=_of(name.partition(",")[0], _rows(*between, "M=")))
+        for name, between in {
+            "matmul_all_reduce_norm, 1 to 128 rows": (0, 128),
+            "matmul_all_reduce_norm, M >= 2048": (2048, _ANY),
+            "all_reduce_norm, 1 to 128 rows": (0, 128),
+        }.items()
+    ),
     Group(name="matmul with all_to_all, even", file="all_to_all", holds=lambda row: "experts" not in row.case),
     Group(name="matmul with all_to_all, splits", file="all_to_all", holds=lambda row: "experts" in row.case),
     Group(name="embedding_bag_all_to_all", file="embedding"),
