@@ -23,7 +23,19 @@ import torch
 
 BOUND_S = 400.0
 """The time limit of one file."""
-SLOWEST = ("fp8", "failures", "queues", "all_to_all", "launch", "every_operator", "nn", "mixed", "lifetimes", "all_reduce", "ops")
+SLOWEST = (
+    "fp8",
+    "failures",
+    "queues",
+    "all_to_all",
+    "launch",
+    "every_operator",
+    "nn",
+    "mixed",
+    "lifetimes",
+    "all_reduce",
+    "ops",
+)
 """Files that take a minute or more, by a part of their name."""
 
 
