@@ -201,7 +201,6 @@ class AutotuningRun(Generic[P]):
     timer: times calls that the host enqueues while the GPU runs.
     queued: times calls that the host has enqueued before the GPU starts. None if calls are not timed so.
     exchange: a function (text, mine) that returns the `mine` of every rank, by rank.
-    final_runs: how often the final times each candidate at the least.
     base_again: put sequential into the final in any case. It was timed first, so a change of the GPU's temperature since then
         would otherwise favour it or the candidate that was timed last.
     """
@@ -212,7 +211,6 @@ class AutotuningRun(Generic[P]):
     timer: Timer
     queued: Timer | None = None
     exchange: Callable[[str, int], tuple[int, ...]]
-    final_runs: int = _FINAL_RUNS
     base_again: bool = False
 
     def fastest(self, specs: Sequence[str]) -> tuple[P, tuple[Measurement, ...]]:
@@ -256,14 +254,14 @@ class AutotuningRun(Generic[P]):
         times: dict[str, list[list[int]]] = {spec: [] for spec in programs}
         clocks, rivals = self._timers_for(base), tuple(programs)
         run = spent_ns = 0
-        while run < self.final_runs or (len(rivals) > 1 and run < _MOST_FINAL_RUNS and spent_ns < _FINAL_NS):
+        while run < _FINAL_RUNS or (len(rivals) > 1 and run < _MOST_FINAL_RUNS and spent_ns < _FINAL_NS):
             for spec in _rotate(rivals, run):
                 call = partial(self._call_and_free, programs[spec])
                 ns = [max(self.exchange(f"final of {spec}: run {run}", clock(call, calls[spec]))) for clock in clocks]
                 times[spec].append(ns)
                 spent_ns += sum(ns) * (1 + calls[spec])
             run += 1
-            if run >= self.final_runs:
+            if run >= _FINAL_RUNS:
                 rivals = _not_apart({spec: [sum(ns) for ns in times[spec]] for spec in rivals})
         return {spec: _take_medians(spec, *zip(*runs, strict=True)) for spec, runs in times.items()}
 

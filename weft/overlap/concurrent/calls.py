@@ -30,9 +30,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 MAX_ENTRIES = 256
 """The largest number of entries in each cache of a group. The least recently used entry is removed first."""
-FINAL_RUNS = 11
-"""Each finalist is timed 11 times. The time of one schedule varies by 7% between runs, because the GPU schedules its blocks
-before or after those of the GEMM."""
 
 
 class ShapedKernels:
@@ -180,7 +177,6 @@ class GroupCaches:
                 call=run_once,
                 timer=timer_for(device) or time_on_host,
                 exchange=exchange,
-                final_runs=FINAL_RUNS,
                 base_again=True,
             )
             sequential = self.find_program(str(SEQUENTIAL), repeatable)
