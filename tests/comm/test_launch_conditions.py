@@ -11,6 +11,9 @@ import torch
 
 from weft.comm import symmetric_heap
 from weft.comm.symmetric_heap import BLOCKING, OVERLAPPING, agree_on_launch
+from weft.core.problem import Problem
+from weft.runtime.cuda_resources import refuse_lanes
+from weft.schedules import build
 
 
 @dataclass
@@ -29,7 +32,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"gpu {device.index}"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(symmetric_heap, "_SET_HERE", set())
-    for name in (OVERLAPPING, BLOCKING):
+    for name in (OVERLAPPING, BLOCKING, "CUDA_DEVICE_MAX_CONNECTIONS"):
         monkeypatch.setenv(name, "")
 
 
@@ -41,7 +44,7 @@ def number(uuid: int) -> int:
 
 def agreed(gpu: int, index: int, facts: int = 0) -> str:
     """Why nothing can overlap, where rank 1 has the GPU `gpu` by this index."""
-    return agree_on_launch(Group([(number(gpu),), (8 * index + facts,)]), torch.device("cuda", 0))  # type: ignore[arg-type]
+    return agree_on_launch(Group([(number(gpu),), (16 * index + facts,)]), torch.device("cuda", 0))  # type: ignore[arg-type]
 
 
 def test_ranks_that_see_their_own_gpu_alone_are_told_apart_by_it() -> None:
@@ -80,3 +83,26 @@ def test_an_allocator_without_pools_is_named(monkeypatch: pytest.MonkeyPatch) ->
     assert "cudaMallocAsync" in agreed(gpu=1, index=1, facts=2)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert "cudaMallocAsync" in agreed(gpu=1, index=1)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "few"), [("1", 0, True), ("7", 0, True), ("", 8, True), ("8", 0, False), ("all", 0, False)]
+)
+def test_one_rank_with_few_hardware_queues_is_enough(
+    monkeypatch: pytest.MonkeyPatch, mine: str, theirs: int, few: bool
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", mine)
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in agreed(gpu=1, index=1, facts=theirs)) == few
+
+
+def test_more_lanes_than_hardware_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane for each of seven peers is too much for the eight queues of the default."""
+    problem = Problem(op="matmul_reduce_scatter", m=64, n=64, k=64, world_size=8)
+    wide, narrow = (build(problem, "hetero_unfused_1d", fan_out=fan_out) for fan_out in (True, False))
+    refuse_lanes(narrow)
+    with pytest.raises(
+        ValueError, match=r"schedule is hetero_unfused_1d:8, which needs 10 hardware queues, and CUDA has 8; set CUDA_DEV"
+    ):
+        refuse_lanes(wide)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    refuse_lanes(wide)

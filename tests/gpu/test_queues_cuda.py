@@ -15,7 +15,9 @@ from rank_pools import Pool, gpus
 
 import weft
 from weft import schedules
+from weft.comm import symmetric_heap
 from weft.core.problem import Op
+from weft.runtime import cuda_resources
 
 pytestmark = NEEDS_TWO
 SIDE_STREAMS = 24
@@ -43,25 +45,28 @@ def pool() -> Iterator[Pool]:
 def _calls(op: Op, name: str, calls: int, busy: int) -> None:
     """Calls whose results stay, so that none has the addresses of an earlier one, and none is replayed from a graph."""
     operator, rank, size = BY_ID[op], dist.get_rank(), dist.get_world_size()
-    with pytest.MonkeyPatch.context() as patch:  # kernels need whole tiles
-        patch.setattr(operators, "N", 128)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operators, "N", 128)  # kernels need whole tiles
         patch.setattr(operators, "K", 128)
+        # Few queues are refused, because the release after a failure would need one.
+        for module in (symmetric_heap, cuda_resources):
+            patch.setattr(module, "hardware_queues", lambda: 32)
         given = operator.drawn(256, size, torch.bfloat16, 0)
-    expected = operator.expected([[x.double() for x in each] for each in given], rank)
-    options = operator.options(given) | {"schedule": name}
-    streams = [torch.cuda.Stream() for _ in range(busy)]
-    x = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
-    torch.mm(x, x)  # loads the kernel
-    found = []
-    for _ in range(calls):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                torch.mm(x, x)
-        found.append(operator.call(*[one.clone() for one in given[rank]], **options))
-    torch.cuda.synchronize()
-    for out in found:
-        close(out, expected, (op, name))
-    weft.close()
+        expected = operator.expected([[x.double() for x in each] for each in given], rank)
+        options = operator.options(given) | {"schedule": name}
+        streams = [torch.cuda.Stream() for _ in range(busy)]
+        x = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
+        torch.mm(x, x)  # loads the kernel
+        found = []
+        for _ in range(calls):
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    torch.mm(x, x)
+            found.append(operator.call(*[one.clone() for one in given[rank]], **options))
+        torch.cuda.synchronize()
+        for out in found:
+            close(out, expected, (op, name))
+        weft.close()
 
 
 @pytest.mark.parametrize(("op", "name"), PAIRS)
@@ -76,23 +81,18 @@ def test_more_busy_streams_than_hardware_queues(pool: Pool, op: Op) -> None:
 
 
 @alarm(60)
-def _captured() -> None:
-    """A graph has no order in which its branches could share a queue. The group stays usable."""
+def _refused() -> None:
+    """The group stays usable."""
     operator, rank, size = BY_ID["all_gather_matmul"], dist.get_rank(), dist.get_world_size()
     given = operator.drawn(16, size, torch.bfloat16, 0)
-    options = operator.options(given) | {"schedule": "shard_p2p"}
     expected = operator.expected([[x.double() for x in each] for each in given], rank)
     for _ in range(2):
-        close(operator.call(*given[rank], **options), expected, "eager")
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with (
-            pytest.raises(ValueError, match=r"needs \d hardware queues in a CUDA graph.*CUDA_DEVICE_MAX_CONNECTIONS"),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
-        ):
-            operator.call(*given[rank], **options)
+        with pytest.raises(ValueError, match="schedule is shard_p2p, but CUDA_DEVICE_MAX_CONNECTIONS is below 8"):
+            operator.call(*given[rank], **operator.options(given), schedule="shard_p2p")
+        close(operator.call(*given[rank], **operator.options(given)), expected, "auto")
+    assert [choice.spec for choice in weft.choices()] == ["sequential"]
     weft.close()
 
 
-def test_one_queue_captures_no_lanes(one_queue: Pool) -> None:
-    one_queue.run(_captured)
+def test_few_queues_overlap_nothing(one_queue: Pool) -> None:
+    one_queue.run(_refused)

@@ -132,7 +132,6 @@ def resources_of(rank_group: RankGroup, monkeypatch: pytest.MonkeyPatch, order: 
     """The resources of a group. `close` it. order: that of the GPU, by default a new one."""
     monkeypatch.setattr(cuda_resources, "Driver", FakeDriver)
     monkeypatch.setattr(cuda_resources, "current_lane_priority", lambda: -1)
-    monkeypatch.setattr(cuda_resources, "priority_number", lambda priority: -5)
     monkeypatch.setattr(cuda_resources, "comm_stream", lambda **_: FakeStream(7))
     monkeypatch.setattr(cuda_resources, "give_back", lambda stream: None)
     monkeypatch.setattr(cuda_resources, "agreed_profile", lambda group, device: load("h200x8"))

@@ -696,12 +696,3 @@ def test_a_group_that_failed_and_closes_says_that_its_calls_know(ranks: Ranks) -
     assert ranks.rank_group._control[1].state == NOTIFIED
     ranks.rank_group.await_notified(LONG_S)
     assert time.monotonic() - began < LONG_S / 2
-
-
-def test_few_hardware_queues_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for given, warned, queues in (("1", 1, 1), ("7", 1, 7), ("8", 0, 8), ("32", 0, 32), ("", 0, 8), ("all", 0, 8)):
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
-        assert cuda_resources.hardware_queues() == queues
-        caplog.clear()
-        cuda_resources._warn_of_few_queues()
-        assert [f"CUDA_DEVICE_MAX_CONNECTIONS is {given}:" in one for one in caplog.messages] == [True] * warned

@@ -12,10 +12,11 @@ from families import PAIRS
 from test_collective_plans import FAMILIES, problem
 from test_launch_plan import FakeProgram, _can, _do
 
+from weft.compat.streams import Word
 from weft.core.problem import Op, Problem
-from weft.core.schedule import Schedule
+from weft.core.schedule import Collective, Gemm, Schedule, SendReceive, signalled_flags, waits
 from weft.runtime.launch_plan import LaunchPlan, order, turns
-from weft.runtime.launches import FlagOperations, Launch
+from weft.runtime.launches import FlagOperations, KernelLaunch, Launch, TorchLaunch
 from weft.schedules import build
 
 CALLS = 3
@@ -23,44 +24,72 @@ ROOM = 1000
 """The launches that a stream takes."""
 
 
+class Kernel:
+    """A GEMM whose tiles wait for flags, and count."""
+
+    waits_in_kernel, manages_own_flags = True, False
+
+
 class Rank:
     """A host, and the streams that it fills: of each lane, items that were given and have not ended.
 
     room: of a stream.
-    one_queue: whether all streams share one hardware queue, which does one item after the other.
+    one_queue: whether all streams share one hardware queue, which does one item after the other. A kernel leaves the queue when
+        it begins, and what its lane does next has to wait for its end.
     lane_by_lane: whether lanes are given one after the other, the caller's last.
+    kernels: whether GEMMs with flags are kernels that wait for them, instead of parts.
+    met: (kind, rank, other rank): how often the rank has begun to meet the other one, in collectives or messages.
     """
 
     def __init__(
-        self, schedule: Schedule, rank: int, room: int, *, unmerged: bool = False, one_queue: bool, lane_by_lane: bool
+        self,
+        schedule: Schedule,
+        rank: int,
+        met: Counter[tuple[type, int, int]],
+        *,
+        room: int,
+        unmerged: bool,
+        one_queue: bool,
+        lane_by_lane: bool,
+        kernels: bool,
     ) -> None:
-        plan = LaunchPlan(FakeProgram(schedule, rank), frozenset())  # type: ignore[arg-type]
+        self.program, self.rank, self.met, self.all = FakeProgram(schedule, rank), rank, met, range(len(schedule.ranks))
+        places = {
+            (lane.name, at)
+            for lane in self.program.schedule.ranks[rank]
+            for at, step in enumerate(lane.steps)
+            if kernels and isinstance(step, Gemm) and (list(waits(step)) or list(signalled_flags(step)))
+        }
+        self.program.kernels = dict.fromkeys(places, Kernel())
+        plan = LaunchPlan(self.program, frozenset(places))  # type: ignore[arg-type]
         batches = [(lane.name, items) for lane, items, _ in (plan.unmerged_batches if unmerged else plan.batches)]
         if lane_by_lane:
             batches = [(lane.name, items) for lane, items in sorted(plan.by_lane, key=lambda one: one[0].kind == "compute")]
-        self.given = list[tuple[str, Launch, tuple[str, int]]]()
-        self.lengths: Counter[str] = Counter()
-        for name, items in batches:
+        # Of each item: its stream, its lane, and how many items of the lane come before it.
+        self.given = list[tuple[str, Launch, str, int]]()
+        self.lengths, self.lane_lengths = Counter[str](), Counter[str]()
+        for lane, items in batches:
             for item in items:
-                stream = "aside" if isinstance(item, FlagOperations) and item.aside else name
-                stream = "queue" if one_queue else stream
-                # Signals aside come after what their lane has been given before.
-                self.given.append((stream, item, (name, self.lengths[name])))
+                aside = isinstance(item, FlagOperations) and item.aside
+                stream = "queue" if one_queue else "aside" if aside else lane
+                self.given.append((stream, item, lane, self.lane_lengths[lane]))
                 self.lengths[stream] += 1
+                self.lane_lengths[lane] += not aside
         self.room, self.next = room, 0
-        self.streams: dict[str, deque[tuple[int, Launch, tuple[str, int]]]] = {name: deque() for name in self.lengths}
-        self.ended = dict.fromkeys(self.lengths, 0)
-        self.inside = dict.fromkeys(self.lengths, 0)
+        self.streams: dict[str, deque[tuple[int, Launch, str, int]]] = {name: deque() for name in self.lengths}
+        self.ended, self.lane_ended, self.inside = Counter[str](), Counter[str](), Counter[str]()
+        self.running = dict[str, list[Word]]()
+        """Of each lane whose kernel runs, what is left of its operations."""
 
     def give(self) -> bool:
         """Hand the next item over, unless its stream is full."""
         call, at = divmod(self.next, len(self.given))
         if call == CALLS:
             return False
-        name, item, after = self.given[at]
+        name, *item = self.given[at]
         if len(self.streams[name]) == self.room:
             return False
-        self.streams[name].append((call, item, after))
+        self.streams[name].append((call, *item))
         self.next += 1
         return True
 
@@ -68,13 +97,20 @@ class Rank:
         """One operation of a stream: whether there was one that could run. Calls wait for all lanes of the one before."""
         if not self.streams[name]:
             return False
-        call, item, (lane, items) = self.streams[name][0]
-        if any(self.ended[other] < call * length for other, length in self.lengths.items()):
-            return False
-        if name == "aside" and self.ended[lane] < call * self.lengths[lane] + items:
+        call, item, lane, before = self.streams[name][0]
+        aside = isinstance(item, FlagOperations) and item.aside
+        done = self.lane_ended[lane] >= call * self.lane_lengths[lane] + before  # it may be on another stream
+        if not done or self.running.get(lane) or any(self.ended[other] < call * n for other, n in self.lengths.items()):
             return False
         words = list(item.words) if isinstance(item, FlagOperations) else []
-        if words:
+        if isinstance(item, KernelLaunch):
+            self.running[lane] = self._operations(item)
+        elif isinstance(item, TorchLaunch) and isinstance(item.where.step, (Collective, SendReceive)):
+            if not self._meets(item.where.step, begins=not self.inside[name]):
+                moved, self.inside[name] = not self.inside[name], 1
+                return moved
+            self.inside[name] = 0
+        elif words:
             if not _can(words, self.inside[name], memory):
                 return False
             _do(words[self.inside[name]], memory)
@@ -82,26 +118,63 @@ class Rank:
         if self.inside[name] == len(words):
             self.streams[name].popleft()
             self.ended[name], self.inside[name] = self.ended[name] + 1, 0
+            self.lane_ended[lane] += not aside
         return True
+
+    def run_kernel(self, lane: str, memory: dict[int, int]) -> bool:
+        """One operation of the kernel that runs on a lane."""
+        words = self.running.get(lane)
+        if not words or not _can(words, 0, memory):
+            return False
+        _do(words.pop(0), memory)
+        return True
+
+    def is_over(self) -> bool:
+        return not any(self.running.values()) and all(self.ended[name] == CALLS * n for name, n in self.lengths.items())
+
+    def _operations(self, launch: KernelLaunch) -> list[Word]:
+        """The waits and signals of a kernel, which lowers nothing itself."""
+        program, found = self.program, list[Word]()
+        for gates, raised in turns(launch.where.step):
+            for gate in gates:
+                if not gate.on_previous_call:
+                    found.append(Word("wait", program.gate_address(gate.flag, launch.where), program.signal_value(gate.flag)))
+            for flag in raised:
+                found += [Word("signal", address, program.signal_value(flag)) for address in program.waiters(flag)]
+        return found
+
+    def _meets(self, step: Collective | SendReceive, *, begins: bool) -> bool:
+        """Whether all ranks that take part in a step have begun it."""
+        others = [other for other in (self.all if isinstance(step, Collective) else step.peers) if other != self.rank]
+        kind = type(step)
+        if begins:
+            self.met.update((kind, self.rank, other) for other in others)
+        return all(self.met[kind, other, self.rank] >= self.met[kind, self.rank, other] for other in others)
 
 
 def ends(
-    schedule: Schedule, *, room: int, seed: int, unmerged: bool = False, one_queue: bool = False, lane_by_lane: bool = False
+    schedule: Schedule,
+    *,
+    room: int,
+    seed: int,
+    unmerged: bool = False,
+    one_queue: bool = False,
+    lane_by_lane: bool = False,
+    kernels: bool = False,
 ) -> bool:
     """Whether all calls of all ranks end, in some order of hosts and streams."""
-    chance = random.Random(seed)
-    ranks = [
-        Rank(schedule, rank, room, unmerged=unmerged, one_queue=one_queue, lane_by_lane=lane_by_lane)
-        for rank in range(len(schedule.ranks))
-    ]
+    chance, met = random.Random(seed), Counter[tuple[type, int, int]]()
+    how = {"room": room, "unmerged": unmerged, "one_queue": one_queue, "lane_by_lane": lane_by_lane, "kernels": kernels}
+    ranks = [Rank(schedule, rank, met, **how) for rank in range(len(schedule.ranks))]
     memory = dict(word for rank in range(len(ranks)) for word in FakeProgram(schedule, rank).left_over())
     actions: list[Any] = [rank.give for rank in ranks]
     actions += [lambda r=rank, n=name: r.run(n, memory) for rank in ranks for name in rank.streams]
+    actions += [lambda r=rank, n=name: r.run_kernel(n, memory) for rank in ranks for name in rank.lane_lengths]
     while True:
         chance.shuffle(actions)
         moved = [action() for action in actions]
         if not any(moved):
-            return all(rank.ended[name] == CALLS * length for rank in ranks for name, length in rank.lengths.items())
+            return all(rank.is_over() for rank in ranks)
 
 
 @pytest.mark.parametrize(("op", "name"), PAIRS)
@@ -115,12 +188,20 @@ def test_streams_of_one_launch_are_room_enough(op: Op, name: str) -> None:
 @pytest.mark.parametrize(("op", "name"), PAIRS)
 def test_one_hardware_queue_is_enough(op: Op, name: str) -> None:
     """Where a GPU's streams share queues, a wait must not be before the work that it waits for."""
-    for m, n, k, world_size, chunks in ((64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (24, 8, 8, 2, 4)):
+    for m, n, k, world_size, chunks in ((64, 48, 32, 4, 2), (5, 7, 3, 3, 2), (24, 8, 8, 2, 4), (24, 8, 8, 2, 1)):
         plain = Problem(op=op, m=m, n=n, k=k, world_size=world_size)
         for one in (plain, replace(plain, norm_eps=1e-5)) if op == "matmul_all_reduce" else (plain,):
             schedule = build(one, name, chunks)
-            for seed, unmerged in ((0, False), (1, True)):
-                assert ends(schedule, room=ROOM, seed=seed, unmerged=unmerged, one_queue=True), (op, name, world_size)
+            for seed, kernels in ((0, False), (1, True)):
+                assert ends(schedule, room=ROOM, seed=seed, kernels=kernels, one_queue=True), (op, name, world_size, kernels)
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 1, 1), (3, 3)])
+def test_one_hardware_queue_is_enough_for_messages(op: Op, nodes: tuple[int, ...]) -> None:
+    schedule = build(Problem(op=op, m=48, n=24, k=24, world_size=sum(nodes), nodes=nodes), "node_slices", 2)
+    for seed in range(2):
+        assert ends(schedule, room=ROOM, seed=seed, one_queue=True)
 
 
 @pytest.mark.parametrize(("op", "name"), FAMILIES)

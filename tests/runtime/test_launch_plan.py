@@ -22,7 +22,7 @@ from weft.core.schedule import Flag, Gemm, Push, Region, Schedule, waits
 from weft.kernels.flag_operations import split_into_phases
 from weft.runtime.bindings import Where
 from weft.runtime.bound import signal_values
-from weft.runtime.launch_plan import LaneLaunches, LaunchPlan, merge_flag_operations
+from weft.runtime.launch_plan import LaneRun, LaunchPlan, merge_flag_operations
 from weft.runtime.launches import FlagOperations, Launch, WaiterWords
 from weft.schedules import build
 
@@ -245,7 +245,7 @@ def test_signals_before_more_work_go_aside() -> None:
         assert not any(isinstance(item, FlagOperations) and item.aside for item in items), lane
 
 
-def joined(batches: Sequence[LaneLaunches]) -> list[tuple[str, list[Launch]]]:
+def joined(batches: Sequence[LaneRun]) -> list[tuple[str, list[Launch]]]:
     """The launches of each lane."""
     found: dict[str, list[Launch]] = {}
     for lane, launches, _ in batches:

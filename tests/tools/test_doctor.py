@@ -62,6 +62,8 @@ def test_shared_memory_leaves_nothing_behind(tmp_path: Path) -> None:
         ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "warn"),
         ("CUDA_VISIBLE_DEVICES", "3", "ok"),
         ("CUDA_LAUNCH_BLOCKING", "0", None),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "warn"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", None),
     ],
 )
 def test_how_cuda_is_started(monkeypatch: pytest.MonkeyPatch, name: str, value: str, state: str | None) -> None:

@@ -38,6 +38,7 @@ from weft.comm.rank_group import RankGroup
 from weft.comm.shared_memory import AtomicWords, SharedSegment, unlink
 from weft.compat.c10d import HandleExchange, empty, held
 from weft.compat.device import enqueued, gpu_number
+from weft.core.hardware import DEFAULT_QUEUES, hardware_queues
 
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """An environment variable of torch. Unless it is 1, torch's symmetric memory identifies a GPU by its index in a process."""
@@ -51,6 +52,10 @@ _BLOCKS = (
 _NO_POOLS = (
     "a rank uses torch's allocator cudaMallocAsync, which lacks the memory pools that overlapping needs; leave "
     "backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
+)
+_FEW_QUEUES = (
+    f"CUDA_DEVICE_MAX_CONNECTIONS is below {DEFAULT_QUEUES} on a rank, so a stream that waits for a lost peer could hold up "
+    "its own release in a hardware queue; leave CUDA_DEVICE_MAX_CONNECTIONS out"
 )
 _LEAST_BYTES = 1024
 _STEPS = 8
@@ -383,17 +388,18 @@ def agree_on_launch(group: RankGroup, device: torch.device) -> str:
     blocks = os.environ.get(BLOCKING, "") not in ("", "0")
     pools = torch.cuda.get_allocator_backend() == "native"
     overlaps = os.environ.get(OVERLAPPING) == "1" and OVERLAPPING not in _SET_HERE
-    # The bits say that launches block, that pools are off, and that the user lets ranks share GPUs. The device's index follows.
-    mine = blocks + 2 * (not pools) + 4 * overlaps + 8 * (device.index or 0)
+    few = hardware_queues() < DEFAULT_QUEUES
+    # The bits say that launches block, that pools are off, that the user lets ranks share GPUs, and that queues are few. The
+    # device's index follows.
+    mine = blocks + 2 * (not pools) + 4 * overlaps + 8 * few + 16 * (device.index or 0)
     facts = group.agree_on_call("call: how ranks were started", mine)
     if not all(fact & 4 for fact in facts):
         refuse_shared_gpus(on_node, [numbers[rank] for rank in on_node])
-    if len({facts[rank] >> 3 for rank in on_node}) < len(on_node) and not overlaps:  # what the user has set stays the user's
+    if len({facts[rank] >> 4 for rank in on_node}) < len(on_node) and not overlaps:  # what the user has set stays the user's
         _SET_HERE.add(OVERLAPPING)
         os.environ[OVERLAPPING] = "1"
-    if any(fact & 1 for fact in facts):
-        return _BLOCKS
-    return _NO_POOLS if any(fact & 2 for fact in facts) else ""
+    reasons = {1: _BLOCKS, 2: _NO_POOLS, 8: _FEW_QUEUES}
+    return next((reason for bit, reason in reasons.items() if any(fact & bit for fact in facts)), "")
 
 
 def refuse_shared_gpus(ranks: Sequence[int], numbers: Sequence[int]) -> None:

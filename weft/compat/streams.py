@@ -343,7 +343,7 @@ def lane_priority(priority: Priority) -> Iterator[None]:
     It applies to lanes of copies and of communication kernels. The compute lane is the caller's stream. A group keeps its
     priority, also after the context, until `weft.close(group)`.
 
-    Raises ValueError for a priority that is not above 0: a lane's work would begin after all that the caller has enqueued.
+    Raises ValueError for a priority that is not above 0: a lane's kernels might begin late, after the caller's.
     """
     if priority == "normal" or (isinstance(priority, int) and priority >= 0):
         raise ValueError(f'priority is {priority!r}; lanes need a priority above that of the stream of a call: "high", or -1')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -378,3 +379,13 @@ def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
 def within(number: float) -> float:
     """Return the nearest number that a machine may have."""
     return max(LEAST, min(number, MOST))
+
+
+DEFAULT_QUEUES, _MOST_QUEUES = 8, 32
+"""How many hardware queues CUDA has for streams by default, and how many it can have."""
+
+
+def hardware_queues() -> int:
+    """Return how many hardware queues CUDA has in this process. Each stream or branch of a graph that has work takes one."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return min(max(1, int(given)), _MOST_QUEUES) if given.isdecimal() else DEFAULT_QUEUES

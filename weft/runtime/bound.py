@@ -135,8 +135,6 @@ class BoundProgram(Site):
         self.flags = WaiterWords(schedule)
         self.writers = flag_writers(schedule)
         self.captured = False
-        self.cannot_be_captured = ""
-        """Why a CUDA graph of the caller cannot contain its calls, if it cannot."""
         self.times_products = True
         """True if its rehearsal may measure matmul algorithms, if the device has several."""
         self.last_used = 0

@@ -38,11 +38,11 @@ from weft.compat.device import outside_graph_trees
 from weft.compat.streams import Word
 from weft.core.errors import LOGGER, warn_once
 from weft.core.problem import CollectiveProblem
-from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, signalled_flags, waits
+from weft.core.schedule import Collective, Flag, Gemm, Push, Region, Schedule, SendReceive, waits
 from weft.perf.shapes import push_sms
 from weft.runtime.bindings import Bindings, CallTensors, Inputs, Issue, NotPreparedError, Outputs, Where, scales_name
 from weft.runtime.bound import NOTHING, BoundProgram, ScratchName, scratch_bytes, with_fused_steps
-from weft.runtime.cuda_resources import CallTimer, CudaResources, LaneStreams, hardware_queues
+from weft.runtime.cuda_resources import CallTimer, CudaResources, LaneStreams
 from weft.runtime.launches import CopyLaunch, FlagOperations, IssuedCall, TorchLaunch, WaiterWords
 from weft.runtime.network import NcclCollective, describe_unfinished, describe_waits, sms_for
 from weft.runtime.order import Exclusive, PendingCall, memory_of_outputs
@@ -155,17 +155,10 @@ class CudaProgram(BoundProgram):
         }
         resources.releaser.has_collectives |= bool(self.collectives)
         sends = any(isinstance(step, SendReceive) for _, _, step in mine)
-        aside = any(signalled_flags(step) for lane, _, step in mine if lane.kind == "compute")
-        branches, queues = len(schedule.ranks[self.rank]) + aside, hardware_queues()
-        if branches > queues:
-            self.cannot_be_captured = (
-                f"schedule {spec(schedule.name, schedule.chunks)} needs {branches} hardware queues in a CUDA graph, and there "
-                f"are {queues}; set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process uses a GPU, or take another schedule"
-            )
         # NCCL counts the graphs that contain its collectives, and ends no communicator while there is one. So schedules with
         # collectives are never replayed.
         self.replays: Replays | None = None
-        if not self.collectives and not sends and self.ragged is None and not self.cannot_be_captured:
+        if not self.collectives and not sends and self.ragged is None:
             self.replays = Replays(
                 resources.captures,
                 lambda inputs, outputs: self._issue(self.bind(inputs, outputs)),

@@ -16,7 +16,6 @@ A CallTimer measures when each step of a GPU call ran, by events around every la
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,8 +27,9 @@ import torch
 from weft.comm.rank_group import RankGroup
 from weft.comm.symmetric_heap import DeviceHeap, heap_of
 from weft.compat.device import capabilities, idle
-from weft.compat.streams import Driver, Word, comm_stream, current_lane_priority, give_back, priority_number, raw_stream
-from weft.core.errors import LOGGER, warn_once
+from weft.compat.streams import Driver, Word, comm_stream, current_lane_priority, give_back, raw_stream
+from weft.core.errors import warn_once
+from weft.core.hardware import hardware_queues
 from weft.core.problem import Scaling
 from weft.core.schedule import Lane, Schedule
 from weft.core.span import Span
@@ -44,17 +44,13 @@ from weft.runtime.network import CudaWire
 from weft.runtime.order import FIRST_S, Order, PendingCall
 from weft.runtime.replay import give_captures, private_pool, take_captures
 from weft.runtime.watchdog import POLL_S, Releaser, Watchdog
+from weft.schedules import spec
 
 if TYPE_CHECKING:
     from weft.runtime.ragged_kernels import RaggedKernels
 
 _LARGE = 2 << 20
 """Torch's allocator rounds requests of 1 MiB and more up by at most 2 MiB."""
-_ASIDE_PRIORITY, _INVALID_PRIORITY = -3, -4
-"""The priorities of the side stream for signals, and of the stream that invalidates results. Lanes have -1, calls on a side
-stream have -2 (weft.runtime.groups), and the rescue stream has the highest priority of the device."""
-_QUEUES = 8
-"""The default number of CUDA's hardware queues for streams."""
 _LOOKS_PER_S = 20_000_000
 """A block reads a flag less often than this per second, so a kernel gives up after the watchdog does."""
 _DRAINED_S = 30.0
@@ -77,7 +73,6 @@ class CudaResources:
                 f"WEFT_TIMEOUT_S is {bound_s:g}; on GPUs it can be {_LONGEST_S:g} at most: kernels would give up before"
             )
         self.rank_group, self.device = rank_group, device
-        _warn_of_few_queues()
         self.order = order or Order(Driver())
         self.driver = self.order.driver
         heap = heap_of(rank_group, device)
@@ -100,7 +95,7 @@ class CudaResources:
         self.asking = comm_stream(priority="high", device=device)
         """The stream for copies that read what a call waits for. Such a copy may not end while another thread loads a kernel,
         and the release must not wait behind it."""
-        self._invalidating = comm_stream(priority=max(_INVALID_PRIORITY, priority_number("high")), device=device)
+        self._invalidating = comm_stream(priority="high", device=device)
         self.tries = min(int(rank_group.timeout_s * _LOOKS_PER_S), 2**31 - 1)
         self._flag_launcher = Launcher()
         self.captures = take_captures(device)
@@ -176,7 +171,7 @@ class CudaResources:
     def aside(self) -> torch.cuda.Stream:
         """The side stream for the compute lane's signals."""
         if self._aside is None:
-            self._aside = comm_stream(priority=max(_ASIDE_PRIORITY, priority_number("high")), device=self.device)
+            self._aside = comm_stream(priority="high", device=self.device)
         return self._aside
 
     def temporaries(self, nbytes: int) -> AbstractContextManager[None]:
@@ -255,20 +250,17 @@ def _wait_until(ready: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def hardware_queues() -> int:
-    """Return the number of CUDA's hardware queues for streams, of which each busy stream or branch of a graph takes one."""
-    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    return max(1, int(given)) if given.isdecimal() else _QUEUES
+def refuse_lanes(schedule: Schedule) -> None:
+    """Raise ValueError if CUDA has fewer hardware queues than a call has streams.
 
-
-def _warn_of_few_queues() -> None:
-    """Warn if there are fewer hardware queues than by default."""
-    if hardware_queues() < _QUEUES:
-        LOGGER.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is %d: streams share hardware queues, so less is overlapped, and calls with several "
-            "lanes are not replayed from CUDA graphs, nor can they be captured; leave it out (%d is CUDA's default)",
-            hardware_queues(),
-            _QUEUES,
+    These are its lanes, the side stream for signals, and the rescue stream. In a CUDA graph a lane that waits could hold up
+    another one in its queue, and after a failure it could hold up its own release.
+    """
+    lanes = max(map(len, schedule.ranks))
+    if lanes > 1 and lanes + 2 > (queues := hardware_queues()):
+        raise ValueError(
+            f"schedule is {spec(schedule.name, schedule.chunks)}, which needs {lanes + 2} hardware queues, and CUDA has "
+            f"{queues}; set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process uses a GPU, or take a schedule with fewer lanes"
         )
 
 

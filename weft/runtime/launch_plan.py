@@ -32,7 +32,7 @@ Neighbouring FlagOperations become one submission. On a GPU there are two kinds:
 - On all other lanes a submission is a kernel of one warp (weft.kernels.flag_operations), which does the operations of a phase
   at once.
 
-The launches of all lanes are enqueued in one order, which this module finds. Lane after lane would be a deadlock in two cases:
+The launches of all lanes are enqueued in one order, which this module finds. Lane after lane could deadlock in two ways:
 
 - A stream takes about 1000 entries (Hopper, CUDA 13). The next launch blocks the host in the driver until an entry has ended.
   A host could then block in a lane that waits for a flag, before it has enqueued the lane that raises the flag.
@@ -40,13 +40,24 @@ The launches of all lanes are enqueued in one order, which this module finds. La
   whatever their priorities are. A wait at the head of a queue then holds up all that was enqueued there later, perhaps
   the work that raises the flag.
 
-All ranks use one order of all events, in which every event comes after the events that it waits for. There is no deadlock: take
-the first event in that order that has not happened. All events that it waits for have happened, and so has every event that its
-rank has enqueued before it. If it is enqueued, it is at the head of its queue and can run. If it is not enqueued, its host is
-blocked while it enqueues an earlier event. But that lane contains only events that are earlier still, which have all happened,
-so the lane is not full.
+All ranks use one order of all events, in which every event comes after the events that it waits for. An event is a launch that
+does not wait, or the moment in which a lane has passed a wait. There is no deadlock in a call: take the first event in that
+order that has not happened. All events that it waits for have happened, and so has all that its rank has enqueued before it. So
+it can run if it is enqueued. If it is not, its host is blocked while it enqueues an earlier event. But streams and queues
+contain only events that are earlier still, which have all happened, so there is room.
 
-A CUDA graph has no order between lanes, and the driver puts its branches into queues. So a graph needs a queue for each branch.
+Three kinds of launches last longer than one event:
+
+- A kernel whose tiles wait is enqueued at its first event. What its lane enqueues next comes after its last event.
+- A collective ends when all ranks have begun it, and messages when their peers have. Their launches on all these ranks follow
+  each other in the order, so that nothing between them can wait for one of them.
+- A kernel that exchanges with peers is in schedules of one lane.
+
+Calls, and the caller's own communication, must be enqueued in the same order on all ranks, as NCCL demands of its collectives.
+Times of steps are measured by events behind each launch (CallTimer), for which this order is not enough.
+
+A CUDA graph has no order between lanes, and the driver puts its branches into queues. So a program is bound only if there is a
+queue for each of its streams (CudaResources.refuse_lanes).
 """
 
 from __future__ import annotations
@@ -110,8 +121,8 @@ P = TypeVar("P", bound=SignallingPart)
 LaneLaunch = tuple[Lane, Launch]
 
 
-class LaneLaunches(NamedTuple):
-    """LaneLaunches are launches of one lane that are enqueued one after the other.
+class LaneRun(NamedTuple):
+    """A LaneRun is launches of one lane that are enqueued one after the other.
 
     lane: the lane.
     launches: the launches.
@@ -151,12 +162,12 @@ class LaunchPlan:
         self.lanes = [(lane, list(self._plan_lane(lane))) for lane in site.schedule.ranks[site.rank]]
 
     @cached_property
-    def batches(self) -> list[LaneLaunches]:
+    def batches(self) -> list[LaneRun]:
         """The launches of a call, in the order in which they are enqueued."""
         return _group(self._mark_ends(_move_signals_aside(_merge(self._ordered))))
 
     @cached_property
-    def unmerged_batches(self) -> list[LaneLaunches]:
+    def unmerged_batches(self) -> list[LaneRun]:
         """The same launches, not merged, so that each can be timed."""
         return _group(self._mark_ends(self._ordered))
 
@@ -190,11 +201,13 @@ class LaunchPlan:
 
     def _plan_collective(self, step: Collective, where: Where) -> Iterator[Launch]:
         site = self._site
-        yield TorchLaunch(where=where, work=site.collective(step, where), prepare_work=site.prepare_collective(step))
+        work, prepare = site.collective(step, where), site.prepare_collective(step)
+        yield TorchLaunch(where=where, stage=stage_after_waits(0), work=work, prepare_work=prepare)
 
     def _plan_messages(self, step: SendReceive, where: Where) -> Iterator[Launch]:
-        yield self._operations(where, (self._site.progress_word(where),))
-        yield TorchLaunch(where=where, work=self._site.messages(step, where))
+        stage = stage_after_waits(0)
+        yield self._operations(where, (self._site.progress_word(where),), stage)
+        yield TorchLaunch(where=where, stage=stage, work=self._site.messages(step, where))
 
     def _wait_and_lower(self, gates: Sequence[Wait], where: Where, passed: set[Flag] | None = None) -> Iterator[FlagOperations]:
         """Yield operations that wait for flags and then lower them.
@@ -323,19 +336,19 @@ class LaunchPlan:
                 yield from _set_stage(stage_after_waits(0), [self._signal_flag(part.count, where)])
 
     def _mark_ends(self, ordered: list[LaneLaunch]) -> list[LaneLaunch]:
-        """Return the launches with the words that record that a lane has passed its last wait.
+        """Return the launches with the words that record when a lane has passed its last wait.
 
-        They are in the last flag operations of the lane, so that they cost no launch. Messages wait after those, and need one.
+        They are in the last flag operations of the lane, so that they cost no launch. After messages a further launch has them.
         """
         marked = list(ordered)
         for lane, _ in self.lanes:
-            words, mine = self._site.end_words(lane.name), [at for at, (other, _) in enumerate(marked) if other is lane]
-            flags = [(at, one) for at in mine if isinstance(one := marked[at][1], FlagOperations) and not one.aside]
+            words, places = self._site.end_words(lane.name), [at for at, (other, _) in enumerate(marked) if other is lane]
+            flags = [(at, one) for at in places if isinstance(one := marked[at][1], FlagOperations) and not one.aside]
             if not words or not any(word.kind == "progress" for _, one in flags for word in one.words):
                 continue
-            (last, operations), end = flags[-1], mine[-1]
-            if any(isinstance(marked[at][1].where.step, SendReceive) for at in mine if at > last):
-                marked.insert(end + 1, (lane, self._operations(marked[end][1].where, words)))
+            (last, operations), end = flags[-1], places[-1]
+            if any(isinstance(marked[at][1].where.step, SendReceive) for at in places if at > last):
+                marked.insert(end + 1, (lane, self._operations(marked[end][1].where, words, marked[end][1].stage)))
             else:
                 marked[last] = (lane, replace(operations, words=operations.words + words))
         return marked
@@ -344,14 +357,14 @@ class LaunchPlan:
         return FlagOperations(where=where, words=words, stage=stage, submitter=self._site.submitter)
 
 
-def _group(ordered: Sequence[LaneLaunch]) -> list[LaneLaunches]:
+def _group(ordered: Sequence[LaneLaunch]) -> list[LaneRun]:
     """Return the launches as runs of launches of one lane."""
     runs = [list(run) for _, run in groupby(ordered, key=lambda lane_launch: lane_launch[0].name)]
-    return [LaneLaunches(run[0][0], [launch for _, launch in run], any(launch.by_torch for _, launch in run)) for run in runs]
+    return [LaneRun(run[0][0], [launch for _, launch in run], any(launch.by_torch for _, launch in run)) for run in runs]
 
 
 def _merge(ordered: Sequence[LaneLaunch]) -> list[LaneLaunch]:
-    """Return the launches with FlagOperations merged that are neighbours in a lane and in the order of all launches."""
+    """Return the launches with FlagOperations of a lane merged where they are neighbours in that order."""
     return [(run.lane, launch) for run in _group(ordered) for launch in merge_flag_operations(run.launches)]
 
 
@@ -446,6 +459,8 @@ class _Run:
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._rank, self.passed = rank, list[TimedPlace]()
+        self._begun = list[tuple[int, TimedPlace, list[tuple[Key, int]]]]()
+        """The steps in which other ranks take part, that have begun and not passed: rank, place, and what they wait for."""
         self._done: Counter[Key] = Counter()
         self._waiting: defaultdict[Key, list[Iterator[Key]]] = defaultdict(list)
         self._size = len(schedule.ranks)
@@ -463,13 +478,25 @@ class _Run:
         for position, step in enumerate(lane.steps):
             for turn, (gates, raised) in enumerate(turns(step)):
                 self._reach(rank, (lane.name, position, stage_before_waits(turn)))
-                needs: list[tuple[Key, int]] = [(("flag", wait.flag), 1) for wait in gates if not wait.on_previous_call]
-                for key, least in needs + self._begin(rank, step):
+                for wait in gates:
+                    while not wait.on_previous_call and not self._done["flag", wait.flag]:
+                        yield ("flag", wait.flag)
+                passed, needs = (lane.name, position, stage_after_waits(turn)), self._begin(rank, step)
+                self._begun.append((rank, passed, needs))
+                self._pass_together()
+                for key, least in needs:
                     while self._done[key] < least:
                         yield key
-                self._reach(rank, (lane.name, position, stage_after_waits(turn)))
                 for flag in raised:
                     self._count("flag", flag)
+
+    def _pass_together(self) -> None:
+        """Pass all steps that other ranks need no longer hold up, one directly after the other."""
+        for begun in list(self._begun):
+            rank, place, needs = begun
+            if all(self._done[key] >= least for key, least in needs):
+                self._begun.remove(begun)
+                self._reach(rank, place)
 
     def _reach(self, rank: int, place: TimedPlace) -> None:
         if rank == self._rank:

@@ -72,7 +72,7 @@ class IssuedCall:
 class Launch:
     """A Launch is one thing to enqueue.
 
-    stage: the stage of the step, as weft.runtime.launch_plan numbers them. The launches of long lanes are interleaved by it.
+    stage: the stage of the step, as weft.runtime.launch_plan numbers them. All launches are ordered by it.
     by_torch: whether the lane's stream must be torch's current stream during `issue`. torch uses the current stream, and so
         does the first launch of a kernel.
     """

@@ -6,7 +6,6 @@ A separate communicator has these properties:
   while the rest is computed.
 - Its kernels are launched without clusters. The free SMs are spread over the GPU, so a cluster of several blocks would find
   room only after the other kernel has ended.
-- Its stream and the caller's use different hardware queues.
 - weft can abort it, and so end a message that never comes, without aborting the caller's process group.
 
 It is created with a store of its own and outside of torch's list of groups. torch names a group that only some ranks create by

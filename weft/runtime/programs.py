@@ -38,7 +38,7 @@ from weft.runtime.bound import BoundProgram
 from weft.runtime.calls import PLAIN, Call, MatmulCall
 from weft.runtime.choose import MODES, choose, fans_out
 from weft.runtime.cuda import CudaProgram
-from weft.runtime.cuda_resources import CudaResources
+from weft.runtime.cuda_resources import CudaResources, refuse_lanes
 from weft.runtime.host import HostProgram
 from weft.runtime.host_resources import HostResources
 from weft.runtime.tuner import Key, RowCounts, Tuner, cut, pad
@@ -146,8 +146,6 @@ class Programs:
                     known = self._agree(call)
             elif capturing:
                 self.rank_group.count_captured_call()
-                if known.program.cannot_be_captured:
-                    raise ValueError(f"{call.op}: {known.program.cannot_be_captured}")
             else:
                 self.rank_group.begin_agreed_call(known.number, awaits_peers=not on_gpu)
                 if not on_gpu:
@@ -391,6 +389,8 @@ class Programs:
 def _choose_and_check(problem: Problem, spec: str, device: torch.device, values: Mapping[str, Schedule]) -> Schedule:
     schedule = choose(problem, spec, device, values)
     check(schedule)
+    if device.type == "cuda":
+        refuse_lanes(schedule)
     return schedule
 
 

@@ -33,8 +33,8 @@ KINDS: dict[str, LaneKind] = {"compute": "compute", "copy": "copy", "blocks": "b
 """The kind of a lane by the first part of its name: "copy.3" is a copy lane."""
 FUSED_NORM_BYTES = 512 << 10
 """A kernel that sums in one hop also normalises sums of at most this many bytes. Its blocks then wait for each other, and there
-is one for each SM. On 2 x H200 the norm in the kernel takes 1 to 3 us of 128 to 256 KiB, and a second kernel 2 to 5 us. Of 1 to
-2 MiB the former takes 6 to 15 us, and the latter 2 to 6 us. Sizes between were not measured."""
+is one for each SM. On 2 x H200 the norm in the kernel takes 1 to 3 us for 128 to 256 KiB, and a second kernel 2 to 5 us. For
+1 to 2 MiB the former takes 6 to 15 us, and the latter 2 to 6 us. Sizes between were not measured."""
 SLICE_UNIT = 64
 """The largest step of a GEMM's loop over K. Slices that tiles wait for begin at multiples of it."""
 
@@ -305,8 +305,8 @@ class Builder:
         if receives and then is not None:
             self.add_steps(rank, "network", Signal(then))
 
-    def take_norm_for_kernel(self, rank: int, hops: int) -> Norm | None:
-        """Return the norm that the kernel which sums a rank's result in these hops computes, too, if there is one."""
+    def take_fused_norm(self, rank: int, hops: int) -> Norm | None:
+        """Return the norm that the kernel which sums also computes, or None."""
         return self.take_norm(rank) if fuses_norm(self.problem, hops) else None
 
     def take_norm(self, rank: int) -> Norm | None:

@@ -325,7 +325,7 @@ def build_one_kernel(request: Request, *, hops: int) -> Schedule:
     peer, and sums all ranks'. In two, each rank owns some columns, and stores their sums at every peer."""
     s = _CollectiveBuilder(request)
     for rank in s.ranks_with_work:
-        norm, out = s.take_norm_for_kernel(rank, hops), s.region("out", rank)
+        norm, out = s.take_fused_norm(rank, hops), s.region("out", rank)
         step = FusedCollective(
             "all_reduce", (s.region("a", rank),), out, hops, s.addends(rank), s.collective.divide_by, norm=norm
         )

@@ -112,7 +112,7 @@ class _Everywhere(Builder):
     def add_fused_collective(self, rank: int, factors: tuple[str, ...], *, hops: int) -> None:
         """Add the kernel that sums over ranks. factors: the two factors of the product, or a buffer that has the product."""
         found = tuple(self.region(factor, rank) for factor in factors)
-        norm, out = self.take_norm_for_kernel(rank, hops), self.region("out", rank)
+        norm, out = self.take_fused_norm(rank, hops), self.region("out", rank)
         self.add_steps(rank, "compute", FusedCollective("all_reduce", found, out, hops, self.addends(rank), norm=norm))
 
 

@@ -172,6 +172,11 @@ def environment_findings() -> Iterator[Finding]:
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "") not in ("", "0"):
         detail = "kernel launches block, so only schedule='sequential' can run on GPUs"
         yield Finding(what="CUDA_LAUNCH_BLOCKING", state="warn", detail=detail, cure="unset CUDA_LAUNCH_BLOCKING")
+    from weft.core.hardware import DEFAULT_QUEUES, hardware_queues
+
+    if hardware_queues() < DEFAULT_QUEUES:
+        name, detail = "CUDA_DEVICE_MAX_CONNECTIONS", "hardware queues are few, so only schedule='sequential' can run on GPUs"
+        yield Finding(what=name, state="warn", detail=detail, cure=f"unset {name}: weft's lanes start early without it")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "cudaMallocAsync" in os.environ.get(name, ""):
             detail = "this allocator has no memory pools, so only schedule='sequential' can run on GPUs"
