@@ -376,7 +376,7 @@ def test_experts_are_planned_with_splits_unless_a_schedule_is_named(weft: Weft, 
     status, out, _ = weft(*command, "--save", str(file))
     assert status == 0
     row = next(line for line in out.splitlines() if line.startswith("expert down"))
-    assert row.split()[4:6] == ["fused", "slower"]
+    assert row.split()[4:6] == ["fused", "overlapped"]
     assert "note: experts are calls with splits, as weft.ExpertParallel makes them" in out
     assert weft("simulate", str(file))[0] == 0
     named = weft(*command, "--schedule", "shard_p2p")[1]

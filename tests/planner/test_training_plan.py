@@ -8,6 +8,7 @@ import pytest
 
 from weft.core.machine import load
 from weft.core.problem import Problem, RaggedProblem
+from weft.perf.ragged import program_us
 from weft.perf.terms import gemm_us, whole_collective_us, whole_gemm_us
 from weft.planner import plan, plan_training
 from weft.planner.models import Model, load_model, operator_calls
@@ -86,6 +87,9 @@ def test_experts_exchange_rows_in_both_passes_and_all_are_made_again() -> None:
         assert isinstance(backward, RaggedProblem)
         assert (backward.op, backward.n, backward.k) == (back.forward.problem.op, forward.k, forward.n)
         assert call.gradient_us == gemm_us(H200, 4 * forward.k, forward.n, 2048 // 4, "bfloat16")
+        assert isinstance(forward, RaggedProblem)
+        assert call.forward.sequential_us == program_us(H200, forward, known=False)
+        assert call.backward.sequential_us == program_us(H200, backward, known=True), "the host has learnt the counts"
     assert dispatch.forward.problem.return_received
     once, again = found.step(), found.step(checkpointing=True)
     repeated = sum(call.forward.sequential_us for call in found.calls)

@@ -99,6 +99,8 @@ class Machine:
     collective_sms: the SMs that an NCCL collective occupies. None for as many as stores.sms.
     contention: the slowdown of the first during the second ("gemm during copy"), if known. The simulator uses those of GEMMs
         and copies, of copies at the full rate, and of a user's computation and collectives (weft.perf.concurrent).
+    host_wait_us: the time from the end of a copy that the host waits for to the start of a collective that the host enqueues
+        then. None for 0.
     slow_lookups: lookups and concurrent kernels that copy rows slow each other (weft.perf.transfers).
     network: the network between several such hosts, if known.
     device: the GPU on which the numbers were measured, as its driver names it. Empty if they have several sources.
@@ -126,6 +128,7 @@ class Machine:
     stages: bool = False
     fork_us: float | None = None
     collective_sms: int | None = None
+    host_wait_us: float | None = None
     slow_lookups: bool = True
 
     def __post_init__(self) -> None:

@@ -13,7 +13,6 @@ The kernels are in weft.kernels.segments, weft.kernels.ragged and weft.kernels.r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.compat.device import capabilities
-from weft.core.hardware import Capabilities
 from weft.core.machine import Machine
 from weft.core.problem import Scaling
 from weft.kernels.gemm import INTERPRETED, INTERPRETED_FP8
@@ -50,7 +48,7 @@ from weft.kernels.segments import (
     LayoutTables,
     layout_kernel,
 )
-from weft.perf.shapes import TileShape, promotes, push_sms, shapes_for
+from weft.perf.shapes import TileShape, promotes, pull_sms, push_sms, tallest
 from weft.triton.flags import asynchronous
 
 MOST_SEGMENTS = 256
@@ -61,8 +59,6 @@ _COPY_BYTES = 16
 """The bytes of an FP8 row that one access moves."""
 _MOST_SCALES = 64
 """The most scales of an FP8 row that a block copies together."""
-_PULL_SMS = (4, 12)
-"""The least and the most SMs that pull: 4, so that one slow peer does not block all; 12, so that most SMs multiply."""
 _STAGES = 4
 _TURN_FIELDS = 2
 """A step has two counters on the device: the next unit or tile to draw, and the number of blocks that have started."""
@@ -110,7 +106,7 @@ class Shape:
         if self.device.type != "cuda":
             found = INTERPRETED if self.scaling is None else INTERPRETED_FP8
         else:
-            found = _tallest(self.max_rows // self.experts, capabilities(self.device), self.scaling)
+            found = tallest(self.max_rows // self.experts, capabilities(self.device), self.scaling)
         return gated_shape(found) if self.gated else found
 
     @property
@@ -121,18 +117,13 @@ class Shape:
 
     @property
     def movers(self) -> int:
-        """The number of blocks that push, or pull. There are 1.5 times the pulling blocks that keep up with multiplying."""
+        """The number of blocks that push, or pull."""
         if self.device.type != "cuda":
             return 1
-        machine, blocks = self.machine, self.blocks
         if self.dispatch:
-            return push_sms(machine, capabilities(self.device).sms, alone=False)
-        efficiency = machine.gpu.flag_efficiency * machine.gpu.kernel_efficiency(blocks.m, blocks.n)
-        # A product's element takes 2 k operations and has 2 bytes.
-        rate = machine.tflops("bfloat16" if self.scaling is None else self.scaling.rate_name)
-        per_us = efficiency * rate * 1e6 / self.k * (self.world_size - 1) / self.world_size
-        least, most = _PULL_SMS
-        return min(most, max(least, math.ceil(1.5 * per_us / (1e3 * machine.kernels.pull_gbps))))
+            return push_sms(self.machine, capabilities(self.device).sms, alone=False)
+        rate_name = "bfloat16" if self.scaling is None else self.scaling.rate_name
+        return pull_sms(self.machine, self.blocks, k=self.k, world_size=self.world_size, rate_name=rate_name)
 
 
 class SegmentPart(NamedTuple):
@@ -549,13 +540,6 @@ def gated_shape(blocks: TileShape) -> TileShape:
     """Return the shape of the two tiles that a block of a gated GEMM computes. Its loop takes one step over K where `blocks`
     may take two."""
     return replace(blocks, n=blocks.n // 2, stages=blocks.stages * (1 + blocks.pairs))
-
-
-def _tallest(rows: int, gpu: Capabilities, scaling: Scaling | None) -> TileShape:
-    """Return the best shape that fits a GPU and has at most an expert's rows, or else the best of those with fewest rows."""
-    fitting = shapes_for(gpu, scaling)
-    low = min(blocks.m for blocks in fitting)
-    return next(blocks for blocks in fitting if blocks.m <= max(rows, low))
 
 
 def _section_lengths(shape: Shape) -> tuple[int, int, int]:

@@ -54,6 +54,11 @@ class FreeSms:
         self._free = [(now, sms)]
         self._sms = sms
 
+    def join(self, sms: int, now: int) -> None:
+        """Add SMs that are free from now on."""
+        heapq.heappush(self._free, (now, sms))
+        self._sms += sms
+
     @property
     def all_free(self) -> int:
         """The time at which the last SM is free."""
@@ -140,7 +145,7 @@ def gemm(world: World, rank: int, step: Gemm) -> StepProcess:
         return ()
     ended = world.env.event()
     groups = tuple(_groups(step, rank))
-    cost = _paced(world, rank, _cost(world, rank, step, groups))
+    cost = paced(world, rank, _cost(world, rank, step, groups))
     if all(is_plain(part, rank) for part in step.parts):
         world.full_kernels[rank] = FullKernel(ended, world.now + ns(world.machine.launch_us), ns(cost.tile_us))
     exchanging_us = world.machine.kernels.exchange_us if _streams(world, rank, step) else 0.0
@@ -257,7 +262,7 @@ def _streams(world: World, rank: int, step: Gemm) -> FusedCollective | None:
     return None
 
 
-def _paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
+def paced(world: World, rank: int, cost: GemmCost) -> GemmCost:
     """Return the cost at the rate that the power limit allows after the rank's earlier matmuls."""
     before_us = world.matmul_us[rank]
     world.matmul_us[rank] += cost.speed * cost.busy_us

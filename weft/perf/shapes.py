@@ -124,6 +124,25 @@ def push_sms(machine: Machine, sms: int, *, alone: bool) -> int:
     return max(1, min(machine.stores.sms_alone if alone else machine.stores.sms, sms - 1))
 
 
+def pull_sms(machine: Machine, blocks: TileShape, *, k: int, world_size: int, rate_name: str) -> int:
+    """Return the number of SMs that pull the products of peers while all others multiply (weft.kernels.ragged): 1.5 times as
+    many as keep up with the multiplying ones.
+
+    At least 4 pull, so that one slow peer does not block all, and at most 12, so that most SMs multiply. blocks: the shape of
+    the tiles. k, world_size: the problem's. rate_name: the name of the operands' rate."""
+    efficiency = machine.gpu.flag_efficiency * machine.gpu.kernel_efficiency(blocks.m, blocks.n)
+    # A product's element takes 2 k operations and has 2 bytes.
+    per_us = efficiency * machine.tflops(rate_name) * 1e6 / k * (world_size - 1) / world_size
+    return min(12, max(4, math.ceil(1.5 * per_us / (1e3 * machine.kernels.pull_gbps))))
+
+
+def tallest(rows: int, gpu: Capabilities, scaling: Scaling | None) -> TileShape:
+    """Return the best shape that fits a GPU and has at most `rows` rows, or else the best of those with fewest rows."""
+    fitting = shapes_for(gpu, scaling)
+    low = min(blocks.m for blocks in fitting)
+    return next(blocks for blocks in fitting if blocks.m <= max(rows, low))
+
+
 @lru_cache(maxsize=64)
 def shapes_for(gpu: Capabilities, scaling: Scaling | None = None) -> tuple[TileShape, ...]:
     """Return the shapes for 16-bit operands, or for FP8 operands with this scaling, that fit a GPU.

@@ -27,7 +27,7 @@ from weft.perf import Outcome, run
 from weft.perf.concurrent import computation_us
 from weft.perf.ranking import estimates, ranked
 from weft.perf.terms import COLLECTIVES, whole_collective_us, whole_gemm_us
-from weft.planner.simulated import without_fixed_costs
+from weft.planner.simulated import predict_sequential_us, without_fixed_costs
 from weft.planner.values import Candidate, Plan, predicted
 from weft.planner.words import us
 from weft.schedules import (
@@ -87,8 +87,8 @@ def plan(
             sequential program is faster. The plan's `sequential_us` shows the difference.
         chunks: the number of chunks of the candidates. It needs `only`.
 
-    A RaggedProblem (a call with splits) is planned with the schedule `fused`, the only one that runs on GPUs, and as if every
-    expert got an equal part of the rows. `sequential_us` is the time of the sequential one, with no wait for counts.
+    A RaggedProblem (a call with splits) is planned with the schedule `fused`, and as if every expert got an equal part of the
+    rows. `sequential_us` is the time of NCCL and a grouped matmul; a dispatch's host waits for counts (weft.perf.ragged).
 
     If the result of the problem is empty, the sequential program is the only candidate, unless `schedules` or `only` is given.
 
@@ -111,8 +111,8 @@ def plan(
     selected = _select_schedules(problem, machine, schedules, estimates_us, only, chunks)
     options, best = _simulate(selected, machine)
     sequential_us = next((o.predicted_us for o in options if o.schedule.name == "sequential"), None)
-    if sequential_us is None:
-        sequential_us = run(build(problem, "sequential"), machine).total_us
+    if sequential_us is None or isinstance(problem, RaggedProblem):
+        sequential_us = predict_sequential_us(problem, machine)
     return Plan(
         problem=problem,
         machine=machine.name,

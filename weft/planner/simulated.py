@@ -35,11 +35,12 @@ from itertools import chain
 from weft.core.fused_collective import spelled_out
 from weft.core.hardware import AlphaBeta, Tile
 from weft.core.machine import Machine
-from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem
+from weft.core.problem import CollectiveProblem, ColumnProblem, LookupProblem, Problem, RaggedProblem
 from weft.core.schedule import Collective, Copy, Gemm, GroupedGemm, Lookup, Push, Reduce, Schedule, regions, steps_of
 from weft.core.span import Span
 from weft.core.work import region_bytes
 from weft.perf import run
+from weft.perf.ragged import program_us
 from weft.perf.terms import whole_collective_us, whole_gemm_us
 from weft.planner.values import Candidate, predicted
 from weft.planner.words import count, percent, us
@@ -328,6 +329,14 @@ class Simulation:
         return tuple(lane_uses(self.spans))
 
 
+def predict_sequential_us(problem: Problem, machine: Machine, *, known: bool = False) -> float:
+    """Return the time of the program without overlap. For a call with splits that is none of weft's schedules, but NCCL and a
+    grouped matmul of torch. known: as in `program_us`."""
+    if isinstance(problem, RaggedProblem):
+        return program_us(machine, problem, known=known)
+    return run(build(problem, "sequential"), machine).total_us
+
+
 def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simulation:
     """Simulate a schedule. Raises ValueError as `weft.perf.run` does."""
     steps = ("the schedule", "its halves alone", "the sequential program")
@@ -336,7 +345,7 @@ def simulated(schedule: Schedule, machine: Machine, progress: Progress) -> Simul
     progress(steps[1], 1, len(steps))
     losses = signature(schedule, machine, predicted(schedule, whole, machine))
     progress(steps[2], 2, len(steps))
-    sequential_us = run(build(schedule.problem, "sequential"), machine).total_us
+    sequential_us = predict_sequential_us(schedule.problem, machine)
     progress(steps[2], 3, len(steps))
     return Simulation(machine=machine.name, sequential_us=sequential_us, losses=losses, spans=whole.spans)
 

@@ -35,6 +35,7 @@ from weft.perf import run
 from weft.perf.terms import gemm_us, hbm_us
 from weft.planner.choose import plan
 from weft.planner.models import Model, OperatorCall, Uncovered, choose_expert_calls, operator_calls
+from weft.planner.simulated import predict_sequential_us
 from weft.planner.values import Plan
 from weft.schedules import build
 
@@ -211,6 +212,12 @@ def plan_training(
     def planned(problem: Problem) -> Plan:
         return plans.setdefault(problem, plans.get(problem) or plan(problem, machine))
 
+    def planned_backward(problem: Problem) -> Plan:
+        """The host has learnt the counts of experts in the forward pass."""
+        if not isinstance(problem, RaggedProblem):
+            return planned(problem)
+        return replace(planned(problem), sequential_us=predict_sequential_us(problem, machine, known=True))
+
     found = []
     for call in calls:
         problem = replace(call.problem(tokens, ranks, dtype), nodes=nodes)
@@ -221,7 +228,7 @@ def plan_training(
                 name=call.name,
                 count=call.layers / model.layers if call.layers else 1.0,
                 forward=planned(forward),
-                backward=planned(backward),
+                backward=planned_backward(backward),
                 gradient_us=0.0 if backward.weight_gradients else _gradient_us(machine, forward),
             )
         )

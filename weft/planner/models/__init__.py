@@ -97,7 +97,7 @@ def choose_expert_calls(
     if not even:
         note = (
             "experts are calls with splits, as weft.ExpertParallel makes them, predicted for an even routing; their sequential "
-            "time leaves out that the host waits for counts"
+            "time is that of NCCL and a grouped matmul, whose host waits for counts"
         )
         calls = [ExpertsCall(**vars(call), experts=model.experts) if call.op in EXCHANGES else call for call in calls]
     return replace(model, notes=(note, *model.notes)), tuple(calls)

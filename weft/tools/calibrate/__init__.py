@@ -61,6 +61,7 @@ NOT_MEASURED = {
     "contention.computation": "it depends on a user's computation",
     "network.": "there is one host",
     "collective_sms": "NCCL does not report it",
+    "host_wait_us": "it is the time of the host, whose load differs",
     "fork_us": "it shows only in whole calls",
 }
 """Why no probe measures a number, by the prefix of its path in the profile."""
