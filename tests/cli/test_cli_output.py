@@ -144,7 +144,7 @@ def test_plan_answers_within_a_screen(capsys: pytest.CaptureFixture[str], monkey
     assert len(lines) <= 25
     assert max(map(len, lines)) <= width
     total = next(at for at, line in enumerate(lines) if "x as fast" in line)
-    for layer, verdict in (("attention QKV", "overlapped"), ("expert down + combine", "slower")):
+    for layer, verdict in (("attention QKV", "overlapped"), ("expert down + combine", "no clear gain")):
         at = next(at for at, line in enumerate(lines) if line.startswith(layer))
         assert at > total
         assert verdict in lines[at]
