@@ -69,6 +69,39 @@ def _calls(op: Op, name: str, calls: int, busy: int) -> None:
         weft.close()
 
 
+@alarm(60)
+def _replays(op: Op, name: str, replays: int, busy: int) -> None:
+    """Replays of a graph of two calls, while other streams work. A graph has no order between its branches."""
+    operator, rank, size = BY_ID[op], dist.get_rank(), dist.get_world_size()
+    given = operator.drawn(64, size, torch.bfloat16, 0)
+    expected = operator.expected([[x.double() for x in each] for each in given], rank)
+    options = operator.options(given) | {"schedule": name}
+    streams = [torch.cuda.Stream() for _ in range(busy)]
+    x = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
+    torch.mm(x, x)  # loads the kernel
+    operator.call(*given[rank], **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = [operator.call(*given[rank], **options) for _ in range(2)]
+    for _ in range(replays):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.mm(x, x)
+        graph.replay()
+    torch.cuda.synchronize()
+    for out in found:
+        close(out, expected, (op, name))
+    weft.close()
+
+
+@pytest.mark.parametrize("op", OPERATORS)
+def test_replays_while_more_streams_are_busy_than_there_are_queues(pool: Pool, op: Op) -> None:
+    for name in schedules.names(op):
+        if name != "sequential":  # NCCL bounds how many of its collectives are in flight in graphs
+            pool.run(_replays, op, name, fewer(200), SIDE_STREAMS)
+
+
 @pytest.mark.parametrize(("op", "name"), PAIRS)
 def test_one_hardware_queue(one_queue: Pool, op: Op, name: str) -> None:
     one_queue.run(_calls, op, name, 6, 0)
