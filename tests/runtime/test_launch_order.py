@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from families import PAIRS
+from families import CASES, PAIRS, made
 from test_collective_plans import FAMILIES, problem
 from test_launch_plan import FakeProgram, _can, _do
 
@@ -194,6 +194,12 @@ def test_one_hardware_queue_is_enough(op: Op, name: str) -> None:
             schedule = build(one, name, chunks)
             for seed, kernels in ((0, False), (1, True)):
                 assert ends(schedule, room=ROOM, seed=seed, kernels=kernels, one_queue=True), (op, name, world_size, kernels)
+
+
+@pytest.mark.parametrize(("op", "spec", "nodes"), [case for case in CASES if case[0] != "concurrent"])
+def test_one_hardware_queue_is_enough_for_every_operator(op: Op, spec: str, nodes: tuple[int, ...]) -> None:
+    for kernels in (False, True):
+        assert ends(made(op, spec, nodes), room=ROOM, seed=kernels, kernels=kernels, one_queue=True)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
