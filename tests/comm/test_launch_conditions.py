@@ -101,7 +101,7 @@ def test_more_lanes_than_hardware_queues_are_refused(monkeypatch: pytest.MonkeyP
     wide, narrow = (build(problem, "hetero_unfused_1d", fan_out=fan_out) for fan_out in (True, False))
     refuse_lanes(narrow)
     with pytest.raises(
-        ValueError, match=r"schedule is hetero_unfused_1d:8, which needs 10 hardware queues, and CUDA has 8; set CUDA_DEV"
+        ValueError, match=r"schedule is hetero_unfused_1d:8, which needs 12 hardware queues, and CUDA has 8; set CUDA_DEV"
     ):
         refuse_lanes(wide)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -202,8 +202,8 @@ def test_one_hardware_queue_is_enough_for_every_operator(op: Op, spec: str, node
         assert ends(made(op, spec, nodes), room=ROOM, seed=kernels, kernels=kernels, one_queue=True)
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-@pytest.mark.parametrize("nodes", [(2, 2), (1, 1, 1), (3, 3)])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("nodes", [(1, 1, 1), (3, 3), (2, 2, 2), (2, 3), (3, 1, 2)])
 def test_one_hardware_queue_is_enough_for_messages(op: Op, nodes: tuple[int, ...]) -> None:
     schedule = build(Problem(op=op, m=48, n=24, k=24, world_size=sum(nodes), nodes=nodes), "node_slices", 2)
     for seed in range(2):

@@ -54,8 +54,8 @@ _NO_POOLS = (
     "backend:cudaMallocAsync out of PYTORCH_ALLOC_CONF"
 )
 _FEW_QUEUES = (
-    f"CUDA_DEVICE_MAX_CONNECTIONS is below {DEFAULT_QUEUES} on a rank, so a stream that waits for a lost peer could hold up "
-    "its own release in a hardware queue; leave CUDA_DEVICE_MAX_CONNECTIONS out"
+    f"CUDA_DEVICE_MAX_CONNECTIONS is below {DEFAULT_QUEUES} on a rank, so the release after the loss of a peer could queue "
+    "behind the wait; leave CUDA_DEVICE_MAX_CONNECTIONS out"
 )
 _LEAST_BYTES = 1024
 _STEPS = 8

@@ -253,13 +253,13 @@ def _wait_until(ready: Callable[[], bool], deadline: float) -> bool:
 def refuse_lanes(schedule: Schedule) -> None:
     """Raise ValueError if CUDA has fewer hardware queues than a call has streams.
 
-    These are its lanes, the side stream for signals, and the rescue stream. In a CUDA graph a lane that waits could hold up
-    another one in its queue, and after a failure it could hold up its own release.
+    These are its lanes, and the streams for signals, for the watchdog's questions, for invalid results and for the release of
+    waits. In a CUDA graph a lane that waits could hold up another one in its queue, and after a failure the release.
     """
     lanes = max(map(len, schedule.ranks))
-    if lanes > 1 and lanes + 2 > (queues := hardware_queues()):
+    if lanes > 1 and lanes + 4 > (queues := hardware_queues()):
         raise ValueError(
-            f"schedule is {spec(schedule.name, schedule.chunks)}, which needs {lanes + 2} hardware queues, and CUDA has "
+            f"schedule is {spec(schedule.name, schedule.chunks)}, which needs {lanes + 4} hardware queues, and CUDA has "
             f"{queues}; set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process uses a GPU, or take a schedule with fewer lanes"
         )
 

@@ -20,7 +20,7 @@ signals. To lower a flag is to reset the waiter's copy of it.
     sends and receives       FlagOperations: write the lane's progress; TorchLaunch
     shared row counts        TorchLaunch: write them at the peers; FlagOperations: signal, wait; TorchLaunch: read them
 
-The last flag operations of a lane, in which it has passed its last wait, also record that (Site.end_words).
+A lane's last flag operations also record that it has passed its last wait (Site.end_words).
 
 If the compute lane signals and has more work to do, the signal is enqueued on a separate stream (weft.runtime.cuda_resources).
 Copy lanes signal on their own stream: the copies between the signals are slower otherwise (docs/lab/log.md).
@@ -40,35 +40,34 @@ The launches of all lanes are enqueued in one order, which this module finds. La
   whatever their priorities are. A wait at the head of a queue then holds up all that was enqueued there later, perhaps
   the work that raises the flag.
 
-All ranks use one order of all events, in which every event comes after the events that it waits for. An event is a launch that
-does not wait, or the moment in which a lane has passed a wait. There is no deadlock in a call: take the first event in that
-order that has not happened. All events that it waits for have happened, and so has all that its rank has enqueued before it. So
-it can run if it is enqueued. If it is not, its host is blocked while it enqueues an earlier event. But streams and queues
-contain only events that are earlier still, which have all happened, so there is room.
+All ranks use one order of all events. An event is the end of a wait, or a launch that does not wait. Every event comes after
+those that it waits for. So no call hangs: take the first event in that order that has not happened. All events that it waits
+for have happened, and so has all that its rank has enqueued before it. If it is enqueued, it happens. If it is not, its host is
+enqueuing it, and there is room, because streams and queues hold only what has happened.
 
-Three kinds of launches last longer than one event:
+This supposes that a kernel leaves its queue when it begins, and that SMs are free for it (`_plan_kernel`). Some launches last:
 
 - A kernel whose tiles wait is enqueued at its first event. What its lane enqueues next comes after its last event.
 - A collective ends when all ranks have begun it, and messages when their peers have. Their launches on all these ranks follow
   each other in the order, so that nothing between them can wait for one of them.
 - A kernel that exchanges with peers is in schedules of one lane.
 
-Calls, and the caller's own communication, must be enqueued in the same order on all ranks, as NCCL demands of its collectives.
-Times of steps are measured by events behind each launch (CallTimer), for which this order is not enough.
+Calls, and the caller's own communication, must be enqueued in one order on all ranks, as NCCL demands of its collectives. A
+timed call (CallTimer) also records events behind its launches, which this order does not cover.
 
-A CUDA graph has no order between lanes, and the driver puts its branches into queues. So a program is bound only if there is a
-queue for each of its streams (CudaResources.refuse_lanes).
+A CUDA graph, and with it a replayed call, has no order between lanes: the driver puts its branches into queues. So a program
+is bound only if there is a queue for each of its streams (weft.runtime.cuda_resources.refuse_lanes).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from weft.compat.streams import Word
 from weft.core.problem import LookupProblem
@@ -449,24 +448,36 @@ def turns(step: Step) -> list[tuple[list[Wait], list[Flag]]]:
     return [(list(waits(step)), list(signalled_flags(step)))]
 
 
+class _SharedStep(NamedTuple):
+    """A _SharedStep is a collective, or messages, of one rank that has begun.
+
+    kind: the type of the step.
+    ranks: the ranks that take part in it.
+    needs: (counter, the least count): it ends when these ranks have begun theirs.
+    """
+
+    kind: type[Step]
+    ranks: Set[int]
+    needs: list[tuple[Key, int]]
+
+
 class _Run:
     """A _Run executes one call of all ranks on paper, every lane as far as its waits permit.
 
-    Waits for previous calls are over, because those calls are completely enqueued.
+    Waits for previous calls are over, because all that belongs to those comes before this call.
 
     passed: the places that one rank reached, in this order.
     """
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self._rank, self.passed = rank, list[TimedPlace]()
-        self._begun = list[tuple[int, TimedPlace, list[tuple[Key, int]]]]()
-        """The steps in which other ranks take part, that have begun and not passed: rank, place, and what they wait for."""
+        self._shared: dict[tuple[int, TimedPlace], _SharedStep] = {}
+        """The shared steps that have begun and not passed, by rank and place."""
         self._done: Counter[Key] = Counter()
         self._waiting: defaultdict[Key, list[Iterator[Key]]] = defaultdict(list)
-        self._size = len(schedule.ranks)
-        self._take_part: dict[type, Any] = {Collective: self._collective, SendReceive: self._messages}
         self._ready = deque(self._lane(rank, lane) for rank, lanes in enumerate(schedule.ranks) for lane in lanes)
-        while self._ready:
+        self._all = frozenset(range(len(schedule.ranks)))
+        while self._ready or self._pass_shared(together=False):
             lane = self._ready.popleft()
             key = next(lane, None)
             if key is not None:
@@ -481,39 +492,50 @@ class _Run:
                 for wait in gates:
                     while not wait.on_previous_call and not self._done["flag", wait.flag]:
                         yield ("flag", wait.flag)
-                passed, needs = (lane.name, position, stage_after_waits(turn)), self._begin(rank, step)
-                self._begun.append((rank, passed, needs))
-                self._pass_together()
-                for key, least in needs:
-                    while self._done[key] < least:
-                        yield key
+                place = (lane.name, position, stage_after_waits(turn))
+                if isinstance(step, (Collective, SendReceive)):
+                    self._shared[rank, place] = self._begin(rank, step)
+                    self._pass_shared()
+                    while (rank, place) in self._shared:
+                        yield ("shared", rank, place)
+                else:
+                    self._reach(rank, place)
                 for flag in raised:
                     self._count("flag", flag)
 
-    def _pass_together(self) -> None:
-        """Pass all steps that other ranks need no longer hold up, one directly after the other."""
-        for begun in list(self._begun):
-            rank, place, needs = begun
-            if all(self._done[key] >= least for key, least in needs):
-                self._begun.remove(begun)
-                self._reach(rank, place)
+    def _begin(self, rank: int, step: Collective | SendReceive) -> _SharedStep:
+        """Count a shared step of a rank as begun."""
+        if isinstance(step, Collective):
+            number = self._count("collectives of", rank)
+            return _SharedStep(Collective, self._all, [(("collectives of", other), number) for other in self._all])
+        sent = [(("received", rank, send.to), self._count("sent", rank, send.to)) for send in step.sends]
+        got = [(("sent", one.source, rank), self._count("received", one.source, rank)) for one in step.receives]
+        return _SharedStep(SendReceive, frozenset(step.peers), [*sent, *got])
+
+    def _pass_shared(self, *, together: bool = True) -> bool:
+        """Pass the shared steps that can end, one directly after the other. Return whether there was one.
+
+        together: pass a step only with those of the ranks that take part in it, so that nothing comes between them. If two such
+            steps depend on each other's ends, they cannot pass together.
+        """
+        can_end = {at for at, one in self._shared.items() if all(self._done[key] >= least for key, least in one.needs)}
+        while together:
+            late = [(rank, one.kind) for (rank, place), one in self._shared.items() if (rank, place) not in can_end]
+            held = {
+                at for at in can_end for rank, kind in late if self._shared[at].kind is kind and rank in self._shared[at].ranks
+            }
+            if not held:
+                break
+            can_end -= held
+        for at in [at for at in self._shared if at in can_end]:
+            del self._shared[at]
+            self._reach(*at)
+            self._ready.extend(self._waiting.pop(("shared", *at), ()))
+        return bool(can_end)
 
     def _reach(self, rank: int, place: TimedPlace) -> None:
         if rank == self._rank:
             self.passed.append(place)
-
-    def _begin(self, rank: int, step: Step) -> list[tuple[Key, int]]:
-        """Begin a step in which other ranks take part. Return how many such steps each of them must have begun."""
-        return self._take_part[type(step)](rank, step) if type(step) in self._take_part else []
-
-    def _collective(self, rank: int, step: Collective) -> list[tuple[Key, int]]:
-        number = self._count("collectives of", rank)
-        return [(("collectives of", other), number) for other in range(self._size)]
-
-    def _messages(self, rank: int, step: SendReceive) -> list[tuple[Key, int]]:
-        sent = [(("received", rank, send.to), self._count("sent", rank, send.to)) for send in step.sends]
-        got = [(("sent", one.source, rank), self._count("received", one.source, rank)) for one in step.receives]
-        return [*sent, *got]
 
     def _count(self, *key: object) -> int:
         self._done[key] += 1
