@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import operators
 import pytest
@@ -41,6 +41,20 @@ def pool() -> Iterator[Pool]:
     yield from pool_with({})
 
 
+def side_work(busy: int) -> Callable[[], None]:
+    """A function that gives work to so many streams."""
+    streams = [torch.cuda.Stream() for _ in range(busy)]
+    x = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
+    torch.mm(x, x)  # loads the kernel
+
+    def occupy() -> None:
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.mm(x, x)
+
+    return occupy
+
+
 @alarm(60)
 def _calls(op: Op, name: str, calls: int, busy: int) -> None:
     """Calls whose results stay, so that none has the addresses of an earlier one, and none is replayed from a graph."""
@@ -54,14 +68,9 @@ def _calls(op: Op, name: str, calls: int, busy: int) -> None:
         given = operator.drawn(256, size, torch.bfloat16, 0)
         expected = operator.expected([[x.double() for x in each] for each in given], rank)
         options = operator.options(given) | {"schedule": name}
-        streams = [torch.cuda.Stream() for _ in range(busy)]
-        x = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
-        torch.mm(x, x)  # loads the kernel
-        found = []
+        found, occupy = [], side_work(busy)
         for _ in range(calls):
-            for stream in streams:
-                with torch.cuda.stream(stream):
-                    torch.mm(x, x)
+            occupy()
             found.append(operator.call(*[one.clone() for one in given[rank]], **options))
         torch.cuda.synchronize()
         for out in found:
@@ -76,18 +85,14 @@ def _replays(op: Op, name: str, replays: int, busy: int) -> None:
     given = operator.drawn(64, size, torch.bfloat16, 0)
     expected = operator.expected([[x.double() for x in each] for each in given], rank)
     options = operator.options(given) | {"schedule": name}
-    streams = [torch.cuda.Stream() for _ in range(busy)]
-    x = torch.zeros(512, 512, device="cuda", dtype=torch.bfloat16)
-    torch.mm(x, x)  # loads the kernel
+    occupy = side_work(busy)
     operator.call(*given[rank], **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         found = [operator.call(*given[rank], **options) for _ in range(2)]
     for _ in range(replays):
-        for stream in streams:
-            with torch.cuda.stream(stream):
-                torch.mm(x, x)
+        occupy()
         graph.replay()
     torch.cuda.synchronize()
     for out in found:

@@ -38,14 +38,14 @@ class Rank:
         it begins, and what its lane does next has to wait for its end.
     lane_by_lane: whether lanes are given one after the other, the caller's last.
     kernels: whether GEMMs with flags are kernels that wait for them, instead of parts.
-    met: (kind, rank, other rank): how often the rank has begun to meet the other one, in collectives or messages.
+    begun: (kind, rank, other rank): how many collectives, or messages, with the other one the rank has begun.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         rank: int,
-        met: Counter[tuple[type, int, int]],
+        begun: Counter[tuple[type, int, int]],
         *,
         room: int,
         unmerged: bool,
@@ -53,7 +53,7 @@ class Rank:
         lane_by_lane: bool,
         kernels: bool,
     ) -> None:
-        self.program, self.rank, self.met, self.all = FakeProgram(schedule, rank), rank, met, range(len(schedule.ranks))
+        self.program, self.rank, self.begun, self.all = FakeProgram(schedule, rank), rank, begun, range(len(schedule.ranks))
         places = {
             (lane.name, at)
             for lane in self.program.schedule.ranks[rank]
@@ -106,7 +106,7 @@ class Rank:
         if isinstance(item, KernelLaunch):
             self.running[lane] = self._operations(item)
         elif isinstance(item, TorchLaunch) and isinstance(item.where.step, (Collective, SendReceive)):
-            if not self._meets(item.where.step, begins=not self.inside[name]):
+            if not self._can_end(item.where.step, begins=not self.inside[name]):
                 moved, self.inside[name] = not self.inside[name], 1
                 return moved
             self.inside[name] = 0
@@ -143,13 +143,13 @@ class Rank:
                 found += [Word("signal", address, program.signal_value(flag)) for address in program.waiters(flag)]
         return found
 
-    def _meets(self, step: Collective | SendReceive, *, begins: bool) -> bool:
+    def _can_end(self, step: Collective | SendReceive, *, begins: bool) -> bool:
         """Whether all ranks that take part in a step have begun it."""
         others = [other for other in (self.all if isinstance(step, Collective) else step.peers) if other != self.rank]
         kind = type(step)
         if begins:
-            self.met.update((kind, self.rank, other) for other in others)
-        return all(self.met[kind, other, self.rank] >= self.met[kind, self.rank, other] for other in others)
+            self.begun.update((kind, self.rank, other) for other in others)
+        return all(self.begun[kind, other, self.rank] >= self.begun[kind, self.rank, other] for other in others)
 
 
 def ends(
@@ -163,9 +163,9 @@ def ends(
     kernels: bool = False,
 ) -> bool:
     """Whether all calls of all ranks end, in some order of hosts and streams."""
-    chance, met = random.Random(seed), Counter[tuple[type, int, int]]()
+    chance, begun = random.Random(seed), Counter[tuple[type, int, int]]()
     how = {"room": room, "unmerged": unmerged, "one_queue": one_queue, "lane_by_lane": lane_by_lane, "kernels": kernels}
-    ranks = [Rank(schedule, rank, met, **how) for rank in range(len(schedule.ranks))]
+    ranks = [Rank(schedule, rank, begun, **how) for rank in range(len(schedule.ranks))]
     memory = dict(word for rank in range(len(ranks)) for word in FakeProgram(schedule, rank).left_over())
     actions: list[Any] = [rank.give for rank in ranks]
     actions += [lambda r=rank, n=name: r.run(n, memory) for rank in ranks for name in rank.streams]

@@ -179,7 +179,7 @@ class LaunchPlan:
     @cached_property
     def _ordered(self) -> list[LaneLaunch]:
         """The launches of all lanes, in the order that weft.runtime.launch_plan explains."""
-        if len(self.lanes) == 1:
+        if len(self.lanes) == 1:  # most programs of few rows: their bind need not run the schedule on paper
             return [(lane, launch) for lane, launches in self.lanes for launch in launches]
         numbers = order(self._site.schedule, self._site.rank)
         numbered = [
